@@ -44,9 +44,7 @@ class FlagsError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-def _rebuild(
-    cls: type[FlagsError], message: str, hint: str, fields: dict[str, Any]
-) -> FlagsError:
+def _rebuild(cls: type[FlagsError], message: str, hint: str, fields: dict[str, Any]) -> FlagsError:
     return cls(message, hint=hint, **fields)
 
 

@@ -1,0 +1,191 @@
+"""Local ranks for the command line: torch's elastic launcher starts them, or ``torchrun`` did.
+
+A rank gives back its report, or its error as an object, so that the launcher can say what
+happened; only a rank that dies has nothing to say, and then its exit code is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fi_flags.errors import DeviceError, FlagsError, RanksError
+from fi_flags.facts import gather_facts
+from fi_flags.logs import setup_cli_logging
+from fi_flags.settings import FlashInferSettings
+from fi_flags.tuner import OnStep
+
+__all__ = ["Job", "launch"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each rank of the command runs; it travels to them by pickle, so it is plain data.
+
+    Attributes:
+        tokens: The most tokens in a forward of the CPU decoder.
+        bar: Whether rank 0 draws a progress bar on standard error.
+    """
+
+    device: str = "auto"
+    tokens: int = 256
+    config: Path | None = None
+    bar: bool = False
+
+
+def launch(job: Job, ranks: int, environ: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """Warm up on local ranks, or as one rank of those that ``torchrun`` started.
+
+    Returns:
+        The report as JSON; None on a rank other than 0 under ``torchrun``.
+
+    Raises:
+        FlagsError: What a rank raised, or which rank died.
+        DeviceError: The device asked for is not there.
+    """
+    environ = os.environ if environ is None else environ
+    _check_device(job.device)
+    if "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ:
+        report = _result([_rank(job, bound=True)])
+        return report if environ["RANK"] == "0" else None
+    if ranks == 1:
+        return _result([_rank(job, bound=False)])
+    return _result(_elastic(job, ranks))
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda":
+        facts = gather_facts()
+        raise DeviceError(
+            "--device cuda needs the CUDA decoder, which this version does not have",
+            hint="use --device cpu",
+            needed="cuda",
+            found=facts.gpu or "no GPU",
+        )
+
+
+def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    # The launcher logs a traceback of its own for each rank that ends early; ours say it better.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        results: dict[int, dict[str, Any]] = elastic_launch(config, _spawned)(job)
+    except ChildFailedError as error:
+        dead = {
+            rank: f"exit code {failure.exitcode}"
+            if failure.exitcode >= 0
+            else failure.signal_name()
+            for rank, failure in error.failures.items()
+            if failure.exitcode != -signal.SIGTERM  # those the launcher ended afterwards
+        }
+        raise RanksError(
+            "; ".join(f"rank {rank} ended with {how}" for rank, how in sorted(dead.items())),
+            hint="the log above says what it did last",
+            ranks=sorted(dead),
+            phase="run",
+        ) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
+    return [results[rank] for rank in sorted(results)]
+
+
+def _how(exit_code: int) -> str:
+    return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
+
+
+def _spawned(job: Job) -> dict[str, Any]:
+    # A terminal's Ctrl-C reaches every process at once; the launcher alone answers it, with
+    # SIGTERM to all ranks, so that none of them dies with a traceback of its own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _rank(job, bound=True)
+
+
+def _rank(job: Job, *, bound: bool) -> dict[str, Any]:
+    """One rank's work; its error is part of the result."""
+    import torch  # noqa: PLC0415 - only what runs a warm-up pays for torch
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from fi_flags.tuner import wall_clock  # noqa: PLC0415
+    from fi_flags.warmup import warm_up  # noqa: PLC0415
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if bound else 1
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    if bound:
+        dist.init_process_group("gloo")
+    try:
+        from fi_flags.workloads.cpu import CpuDecoder  # noqa: PLC0415
+
+        rank, world = (dist.get_rank(), dist.get_world_size()) if bound else (0, 1)
+        settings = FlashInferSettings.load(config=job.config)
+        with _bar(shown=job.bar and rank == 0) as on_step, setup_cli_logging(settings.flags_log):
+            decoder = CpuDecoder(tokens=job.tokens, rank=rank, world=world)
+            with wall_clock():
+                report = warm_up(decoder, settings=settings, on_step=on_step)
+        return {"report": report.to_json()}
+    except FlagsError as error:
+        return {"error": error}
+    finally:
+        if bound:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _bar(*, shown: bool) -> Iterator[OnStep | None]:
+    """A progress bar on standard error: op, profiles done of those known, elapsed."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - ranks other than 0 draw nothing
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("profiles"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("tuning", total=None)
+
+        def on_step(op: str, done: int, total: int) -> None:
+            progress.update(task, description=op, completed=done, total=total)
+
+        yield on_step
+
+
+def _result(results: list[dict[str, Any]]) -> dict[str, Any]:
+    for result in results:
+        if "error" in result:
+            raise result["error"]
+    report: dict[str, Any] = results[0]["report"]
+    return report

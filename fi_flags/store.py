@@ -1,0 +1,183 @@
+"""Tables on disk: where they live, how they are read, and how they are published whole.
+
+Layout: ``<cache_dir>/v1/<environment>/<workload>/<group>.json``. Nothing here raises for what is
+wrong with a file when reading; publishing raises ``OSError`` or ``TableError``, which a warm-up
+turns into a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fi_flags.errors import TableError
+from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
+
+__all__ = ["Store", "environment_name", "workload_name"]
+
+_LOCK_S = 10.0
+
+
+def environment_name(stamps: Mapping[str, str]) -> str:
+    """A directory name for an environment: FlashInfer's version, the GPU, a digest of all stamps.
+
+    Args:
+        stamps: What FlashInfer writes into a table's ``_metadata``.
+    """
+    gpu = stamps.get("gpu", "unknown")
+    return _file_name(stamps.get("flashinfer_version", "unknown"), gpu, _digest(stamps))
+
+
+def workload_name(name: str, identity: Mapping[str, Any]) -> str:
+    """A directory name for a workload: its short name and a digest of its identity."""
+    return _file_name(name, _digest(identity))
+
+
+@dataclass(frozen=True)
+class Store:
+    """The place of one table.
+
+    Attributes:
+        path: The table's file.
+    """
+
+    path: Path
+
+    @classmethod
+    def at(cls, cache_dir: Path, environment: str, workload: str, group: str) -> Store:
+        """The store of one environment, workload and group of ranks under cache_dir."""
+        return cls(cache_dir / "v1" / environment / workload / f"{_file_name(group)}.json")
+
+    def read(self, stamps: Mapping[str, str]) -> Verdict:
+        """Read and judge the table; what is wrong with it is the verdict, never an exception."""
+        try:
+            data = _read_regular(self.path)
+        except FileNotFoundError:
+            return Verdict(Status.ABSENT)
+        except (OSError, ValueError) as error:
+            return Verdict(Status.UNREADABLE, why=str(error))
+        return judge(data, stamps)
+
+    def writable(self) -> bool:
+        """Whether publishing looks possible; nothing is created to find out."""
+        place = self.path.parent
+        while not os.path.lexists(place) and place != place.parent:
+            place = place.parent
+        return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+
+    def publish(self, table: Table) -> bool:
+        """Write the table so that a reader sees the old file or the new one, whole.
+
+        Entries of a sound table already there whose calls the new one does not answer are kept:
+        another engine's keys, or ops that are skipped today. A file that cannot be used is moved
+        aside, not overwritten; one of another environment is left alone.
+
+        Returns:
+            True if the file was written, False if it already held these entries.
+
+        Raises:
+            OSError: The directory or file cannot be made, written, or renamed.
+            TableError: A table of another environment is in the way.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            found = self.read(table.stamps)
+            if found.status is Status.FOREIGN:
+                raise TableError(
+                    f"{self.path} belongs to another environment: {found.why}",
+                    hint="it was left as it is; name another VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR",
+                    path=str(self.path),
+                    status=found.status.value,
+                )
+            if found.table is not None:
+                entries = merge([table.entries, found.table.entries])
+                if entries == found.table.entries:
+                    return False
+                table = Table(entries, table.stamps, table.about)
+            elif found.status is not Status.ABSENT:
+                self._set_aside(found.status)
+            _write_whole(self.path, table.render())
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_S)
+        try:
+            lock.acquire()
+        except (Timeout, NotImplementedError):
+            # A held or unsupported lock costs a merge at worst: the rename is atomic without it.
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _set_aside(self, status: Status) -> None:
+        when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        self.path.replace(
+            self.path.with_name(f"{self.path.name}.quarantined-{when}-{status.value}")
+        )
+
+
+def _read_regular(path: Path) -> bytes:
+    # O_NOFOLLOW and O_NONBLOCK: neither a link nor a named pipe in a table's place may lead us on.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_size > MAX_BYTES:
+            raise ValueError(f"{found.st_size} bytes, more than {MAX_BYTES}")
+        return file.read(MAX_BYTES + 1)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.stem}.{os.getpid()}.", suffix=".tmp"
+    )
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            # mkstemp makes the file private; a table is for every rank and user of the volume.
+            os.fchmod(descriptor, 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)  # noqa: PTH105 - tests make this very call fail
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108 - a plain string
+        raise
+    _fsync_directory(path.parent)
+
+
+def _fsync_directory(directory: Path) -> None:
+    # The rename itself must survive a power cut; some network mounts refuse to sync a directory.
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def _file_name(*parts: str) -> str:
+    # The digest part is what tells names apart; the others are for people, so they may be cut.
+    return "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", part)[:40].lstrip(".") or "_" for part in parts)

@@ -1,0 +1,370 @@
+"""The two ways to warm a group up, behind one protocol.
+
+Per-rank: every rank tunes what it runs, and all meet. Leader/worker: one table for the group; the
+leader owns it, every rank contributes to it, and all serve the same tactics.
+
+Between two votes nothing may raise: what goes wrong on a rank becomes its next tally, and what the
+group does next follows from all tallies (``plan.py``). Only the loss of a rank ends it sooner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from structlog.stdlib import BoundLogger
+
+from fi_flags import logs
+from fi_flags.decision import Reason
+from fi_flags.errors import FlagsError, RanksError, WorkloadError
+from fi_flags.plan import Action, Ballot, Next, Plan, Tally, after_run, all_loaded, publishers
+from fi_flags.ranks import Meeting
+from fi_flags.report import Outcome, TableReport
+from fi_flags.settings import OnFailure
+from fi_flags.store import Store
+from fi_flags.table import (
+    Entries,
+    Table,
+    Verdict,
+    content_digest,
+    merge,
+    serving_digest,
+    split_ops,
+    surplus,
+)
+from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
+from fi_flags.workloads import Workload
+
+__all__ = ["Crew", "LeaderWorker", "PerRank", "Result", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """What a strategy works with on this rank."""
+
+    meeting: Meeting
+    tuner: Tuner
+    workload: Workload
+    ballots: Sequence[Ballot]
+    log: BoundLogger
+    on_step: OnStep | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.meeting.ranks.rank
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a strategy came to: the plan as it ended, and the tallies of all ranks."""
+
+    outcome: Outcome
+    plan: Plan
+    tallies: Sequence[Tally]
+    table: TableReport | None = None
+
+
+class Strategy(Protocol):
+    """Carries a plan out; every rank of the group calls it with the same plan."""
+
+    def carry_out(self, crew: Crew, plan: Plan) -> Result:
+        """Warm this rank up together with its group.
+
+        Raises:
+            RanksError: A rank was lost, or is stuck.
+            WorkloadError: The workload failed on some rank, and the plan says to raise.
+        """
+        ...
+
+
+@dataclass
+class PerRank:
+    """Every rank tunes alone, nothing touches the disk, then all meet: what vLLM does today."""
+
+    def carry_out(self, crew: Crew, plan: Plan) -> Result:
+        """Run, and vote; the vote is the barrier, and carries a failure to every rank."""
+        before = crew.tuner.snapshot()
+        run = _Run(crew, plan)
+        run.go(tune=True, alone=False)
+        tallies = _vote(crew, run.tally())
+        if after_run(plan, tallies) is Next.FAIL:
+            return _failed(crew, plan, tallies, run, before)
+        return Result(Outcome.UNCACHED, plan, tallies)
+
+
+@dataclass
+class LeaderWorker:
+    """One table for the group, on disk, and the same tactics on every rank.
+
+    Attributes:
+        store: Where the table lives on this rank's machine.
+        found: What was found there before vote 1.
+        stamps: FlashInfer's environment stamps, equal on all ranks.
+        about: What the table says of its making, beside its entries.
+    """
+
+    store: Store
+    found: Verdict
+    stamps: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def carry_out(self, crew: Crew, plan: Plan) -> Result:
+        """Load, run, merge where ranks differ, publish."""
+        before = crew.tuner.snapshot()
+        stored: Entries = {}
+        if plan.action is Action.WARM:
+            plan, stored = self._load(crew, plan)
+        run = _Run(crew, plan)
+        run.go(tune=crew.rank in plan.tuners, alone=True)
+        with _attempt() as attempt:
+            run.note_served(split_ops(stored, plan.skip_ops)[0])
+        # Ranks that could not say what they serve differ from all others, so a merge follows.
+        tallies: Sequence[Tally] = _vote(crew, run.tally(attempt.error))
+        following = after_run(plan, tallies)
+        if following is Next.FAIL:
+            return _failed(crew, plan, tallies, run, before)
+        if following is Next.MERGE:
+            refused, tallies = self._merge(crew, plan, run, attempt.error)
+            if refused:
+                plan = dataclasses.replace(
+                    plan, action=Action.UNCACHED, reason=Reason.CACHE_UNUSABLE, why=refused
+                )
+                return Result(Outcome.UNCACHED, plan, tallies)
+        outcome = _outcome(plan, tallies)
+        table = self._publish(crew, plan, outcome, run, tallies, stored)
+        return Result(outcome, plan, tallies, table)
+
+    def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries]:
+        """Bring the table to every rank and load it; vote 2 says whether that worked."""
+        crew.meeting.at("load")
+        before = crew.tuner.snapshot()
+        own = self.found.table.entries if self.found.table else {}
+        stored: Entries = {}
+        with _attempt() as attempt:
+            expected = crew.ballots[plan.leader].digest
+            stored = _exchange(crew, plan, own, expected=expected) if plan.exchange else own
+            wanted, _ = split_ops(stored, plan.skip_ops)
+            crew.tuner.load(wanted, self.stamps)
+        host, error = crew.meeting.ranks.host, attempt.error
+        tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
+        refused = all_loaded(_vote(crew, tally))
+        if refused:
+            crew.tuner.give_back(before)
+            return plan.without_table(f"the table could not be loaded: {refused}"), {}
+        return plan, stored
+
+    def _merge(self, crew: Crew, plan: Plan, run: _Run, error: str) -> tuple[str, Sequence[Tally]]:
+        """Bring what the ranks tuned together, so that all serve the same; vote 4."""
+        crew.meeting.at("merge")
+        before = crew.tuner.snapshot()
+        with _attempt() as attempt:
+            merged = _exchange(crew, plan, run.served, error=error)
+            crew.tuner.load(merged, self.stamps)
+            run.note_served(merged)
+        tallies = _vote(crew, run.tally(attempt.error))
+        refused = all_loaded(tallies)
+        if not refused and len({t.digest for t in tallies}) > 1:
+            refused = "the ranks serve different tactics after a merge"
+        if refused:
+            crew.tuner.give_back(before)
+        return refused, tallies
+
+    def _publish(
+        self,
+        crew: Crew,
+        plan: Plan,
+        outcome: Outcome,
+        run: _Run,
+        tallies: Sequence[Tally],
+        stored: Entries,
+    ) -> TableReport | None:
+        """Write the table where it is not yet; a failure is a warning, on the leader's disk."""
+        if plan.action not in (Action.COLD, Action.WARM):
+            return None
+        if not run.served and not stored:
+            if crew.rank == 0:
+                crew.log.info(logs.NOTHING_TO_TUNE)
+            return None
+        entries = merge([run.served, stored])
+        written = False
+        if plan.publish and crew.rank in publishers(crew.ballots):
+            crew.meeting.at("publish")
+            table = Table(entries, self.stamps, self._about(crew, plan, outcome, tallies))
+            try:
+                if self.found.table is None or self.found.table.entries != entries:
+                    written = self.store.publish(table)
+            except (OSError, FlagsError) as error:
+                crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=str(error))
+        return TableReport(str(self.store.path), len(entries), tallies[0].digest, written)
+
+    def _about(
+        self, crew: Crew, plan: Plan, outcome: Outcome, tallies: Sequence[Tally]
+    ) -> dict[str, Any]:
+        recorded = crew.ballots[plan.leader].cold_seconds
+        spent = max(tally.seconds for tally in tallies)
+        tuned = {Outcome.COLD: spent, Outcome.TOPPED_UP: recorded + spent}
+        return {
+            **self.about,
+            "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "host": crew.meeting.ranks.host,
+            "ranks": crew.meeting.ranks.world,
+            "cold_seconds": round(tuned.get(outcome, recorded), 3),
+        }
+
+
+class _Run:
+    """One run of the workload on this rank: what it did, and what serves it afterwards."""
+
+    def __init__(self, crew: Crew, plan: Plan) -> None:
+        self._crew = crew
+        self._plan = plan
+        self._counts = Counts()
+        self._seen: Pass | None = None
+        self._seconds = 0.0
+        self._digest = ""
+        self.cause: Exception | None = None
+        self.served: Entries = {}
+
+    def go(self, *, tune: bool, alone: bool) -> None:
+        """Run the workload under FlashInfer's autotune; a failure is told to the group at once."""
+        crew = self._crew
+        crew.meeting.at("run")
+        group = crew.meeting.ranks.process_group if self._plan.sync else None
+        began = time.perf_counter()
+        try:
+            with (
+                crew.meeting.inside(),
+                crew.tuner.run(
+                    tune=tune,
+                    skip_ops=self._plan.skip_ops,
+                    group=group if alone else KEEP_GROUP,
+                    on_step=self._step,
+                ) as seen,
+            ):
+                crew.workload.run()
+            self._seen, self._counts = seen, crew.tuner.counts(seen)
+        except Exception as error:  # noqa: BLE001 - it becomes this rank's tally
+            self.cause = error
+            crew.meeting.fail(error)
+        self._seconds = round(time.perf_counter() - began, 3)
+
+    def note_served(self, also: Entries) -> None:
+        """Settle what the workload looked up, and take note of what serves it and ``also``."""
+        if self._seen is None:
+            return
+        tuner = self._crew.tuner
+        tuner.settle(self._seen)
+        self.served = tuner.export(self._seen, also)
+        self._digest = serving_digest(self.served)
+        missing = tuner.counts(self._seen).missing
+        self._counts = dataclasses.replace(
+            self._counts, missing=missing, failed=min(missing, self._counts.failed)
+        )
+
+    def tally(self, error: str = "") -> Tally:
+        """What this rank votes about its run, and about what it did with the result."""
+        if self.cause is not None:
+            error = f"{type(self.cause).__name__}: {self.cause}"
+        counts = dataclasses.asdict(self._counts)
+        counts["loaded"] += counts.pop("held")
+        return Tally(
+            rank=self._crew.rank,
+            host=self._crew.meeting.ranks.host,
+            ok=not error,
+            ran=self.cause is None,
+            error=error,
+            digest="" if error else self._digest,
+            entries=len(self.served),
+            seconds=self._seconds,
+            **counts,
+        )
+
+    def _step(self, op: str, done: int, total: int) -> None:
+        self._crew.meeting.progress(op, done, total)
+        if self._crew.on_step is not None:
+            self._crew.on_step(op, done, total)
+
+
+def _vote(crew: Crew, tally: Tally) -> list[Tally]:
+    return [Tally.from_json(fields) for fields in crew.meeting.vote(tally.to_json())]
+
+
+@dataclass
+class _Attempt:
+    error: str = ""
+
+
+@contextlib.contextmanager
+def _attempt() -> Iterator[_Attempt]:
+    """Do something that may fail between two votes: the failure becomes this rank's tally."""
+    attempt = _Attempt()
+    try:
+        yield attempt
+    except RanksError:
+        raise  # the conversation itself is broken: there is no next vote
+    except Exception as error:  # noqa: BLE001 - invariant 2: no exception leaves between votes
+        attempt.error = f"{type(error).__name__}: {error}"
+
+
+def _exchange(
+    crew: Crew, plan: Plan, own: Entries, *, expected: str = "", error: str = ""
+) -> Entries:
+    """Bring the ranks' tables together: the leader's, plus what others have beyond it.
+
+    The leader's entries go to all once; each other rank sends back only the calls that those do
+    not answer, mostly none. A rank that has an error says it here, since all must take part.
+
+    Raises:
+        ValueError: Some rank has an error, or the leader's table is not the one it voted.
+    """
+    meeting, leader = crew.meeting, plan.leader
+    lead = meeting.share(leader, {"entries": own, "error": error} if crew.rank == leader else None)
+    if expected and content_digest(lead["entries"]) != expected:
+        error = error or "the leader's table arrived with another digest than it voted"
+    more = {} if crew.rank == leader else surplus(lead["entries"], own)
+    parts = meeting.gather(leader, {"entries": more, "error": error})
+    whole = None
+    if parts is not None:
+        errors = [
+            f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]
+        ]
+        whole = {
+            "entries": merge(part["entries"] for part in parts) if not errors else {},
+            "error": "; ".join(errors),
+        }
+    rest = meeting.share(leader, whole)
+    if rest["error"]:
+        raise ValueError(rest["error"])
+    return {**lead["entries"], **rest["entries"]}
+
+
+def _failed(
+    crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run, before: Snapshot
+) -> Result:
+    """Every rank came back out, and some failed: raise on all, or serve untuned on all."""
+    failed = [t for t in tallies if not t.ran]
+    text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
+    first = crew.meeting.first_failure()
+    message = f"the workload failed: {first.describe() if first else text}"
+    if plan.on_failure is OnFailure.UNTUNED:
+        crew.tuner.give_back(before)
+        plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
+        return Result(Outcome.UNTUNED, plan, tallies)
+    raise WorkloadError(
+        message,
+        hint="every rank stops, since the others cannot go on without it",
+        ranks=[t.rank for t in failed],
+        cause=text,
+    ) from run.cause
+
+
+def _outcome(plan: Plan, tallies: Sequence[Tally]) -> Outcome:
+    if plan.action is Action.WARM:
+        return Outcome.TOPPED_UP if any(t.tuned for t in tallies) else Outcome.WARM
+    return Outcome.COLD if plan.action is Action.COLD else Outcome.UNTUNED

@@ -1,0 +1,308 @@
+"""The story of a warm-up, on one page.
+
+Vote 1 says what each rank decided, has and can do; the plan is a pure function of that; a strategy
+carries it out. Nothing that can fail comes before vote 1, so that no rank waits for one that has
+already given up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from structlog.stdlib import BoundLogger
+
+from fi_flags import logs
+from fi_flags.decision import Decision, Reason, Strategy, decide
+from fi_flags.errors import FlagsError, RanksError
+from fi_flags.facts import Facts, gather_facts
+from fi_flags.gates import load_gates
+from fi_flags.plan import Action, Ballot, Plan, make_plan
+from fi_flags.pulse import Deadlines
+from fi_flags.ranks import Meeting, Ranks
+from fi_flags.report import Outcome, Report, rank_reports
+from fi_flags.settings import (
+    Access,
+    FlashInferSettings,
+    Mode,
+    OnFailure,
+    plan_values,
+    settings_or_off,
+)
+from fi_flags.store import Store, environment_name, workload_name
+from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
+from fi_flags.table import Status, Verdict
+from fi_flags.tuner import OnStep, Tuner
+from fi_flags.workloads import Workload
+
+__all__ = ["flashinfer_autotune", "warm_up"]
+
+# A rank that must still come out of the model, where the group means to go on without tuning.
+_PATIENT_GRACE_S = 60.0
+_GRACE_S = 5.0
+
+
+def warm_up(
+    workload: Workload,
+    *,
+    ranks: Ranks | None = None,
+    settings: FlashInferSettings | None = None,
+    facts: Facts | None = None,
+    on_step: OnStep | None = None,
+) -> Report:
+    """Tune a workload's FlashInfer calls on a group of ranks, or load what was tuned before.
+
+    Every rank of the group calls this with the same workload. Nothing that is wrong with the cache
+    stops it: the worst case is what the flag's ``off`` does.
+
+    Args:
+        workload: The dummy forward.
+        ranks: The tuning group; ``Ranks.detect()`` if not given.
+        settings: The flag and its knobs; read from environment and files if not given, where a
+            value that cannot be read means off.
+        facts: What is known of this machine; looked up if not given.
+        on_step: Called with an op, the profiles done, and the profiles known so far.
+
+    Raises:
+        RanksError: A rank did not come, was lost, or is stuck; the error names it.
+        WorkloadError: The workload failed on some rank, and ``on_failure`` is ``raise``.
+        TunerError: FlashInfer cannot be imported.
+    """
+    began = time.perf_counter()
+    settings = settings_or_off() if settings is None else settings
+    ranks = Ranks.detect() if ranks is None else ranks
+    facts = gather_facts() if facts is None else facts
+    log = logs.get_logger(rank=ranks.rank)
+    decision = decide(settings, facts, load_gates(), needs_cuda=workload.needs_cuda)
+    if ranks.rank == 0:
+        for warning in settings.warnings:
+            log.warning(logs.SETTING_WARNING, warning=warning)
+        logs.log_decision(log, decision)
+    with ranks.meet(_deadlines(settings), tell=_teller(log)) as meeting:
+        ready = _prepare(workload, meeting, settings, decision)
+        ballots = [Ballot.from_json(fields) for fields in meeting.vote(ready.ballot.to_json())]
+        plan = make_plan(ballots)
+        if plan.action is Action.FAIL:
+            raise ready.error or RanksError(
+                f"the group cannot start: {plan.why}",
+                ranks=[ballot.rank for ballot in ballots if ballot.error],
+                phase="join",
+            )
+        assert ready.tuner is not None  # noqa: S101 - or its ballot had an error
+        if ranks.rank == 0:
+            _say(log, logs.PLAN, plan, votes=meeting.votes)
+        crew = Crew(meeting, ready.tuner, workload, ballots, log, on_step)
+        cached = plan.action is not Action.UNCACHED and ready.cached is not None
+        strategy = ready.cached if cached and ready.cached else PerRank()
+        result = strategy.carry_out(crew, plan)
+        report = _report(result, ballots, decision, meeting, time.perf_counter() - began)
+        if ranks.rank == 0:
+            _say_outcome(log, report)
+    return report
+
+
+class VllmRunner(Protocol):
+    """What vLLM's model runner offers to a warm-up."""
+
+    scheduler_config: Any
+
+    def _dummy_run(self, *, num_tokens: int, skip_eplb: bool, is_profile: bool) -> object: ...
+
+
+def flashinfer_autotune(runner: VllmRunner) -> None:
+    """Warm a vLLM model runner up; a drop-in for vLLM's function of this name.
+
+    With the flag off it does what vLLM 0.22.1 does, with a vote in place of the barrier, so that a
+    failure reaches every rank: each rank runs the dummy forward under FlashInfer's ``autotune``
+    (https://github.com/vllm-project/vllm/pull/43119).
+    """
+    warm_up(_RunnerWorkload(runner))
+
+
+@dataclass(frozen=True)
+class _RunnerWorkload:
+    runner: VllmRunner
+    name: str = "vllm"
+
+    @property
+    def needs_cuda(self) -> bool:
+        return str(getattr(self.runner, "device", "cuda")).startswith("cuda")
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        config = getattr(self.runner, "vllm_config", None)
+        return {
+            "runner": type(self.runner).__qualname__,
+            "config": None if config is None else str(config.compute_hash()),
+            "max_num_batched_tokens": self.runner.scheduler_config.max_num_batched_tokens,
+        }
+
+    def run(self) -> None:
+        import torch  # noqa: PLC0415 - importing fi_flags must not cost torch
+
+        with torch.inference_mode():
+            self.runner._dummy_run(  # noqa: SLF001 - it is what vLLM's own function calls
+                num_tokens=self.runner.scheduler_config.max_num_batched_tokens,
+                skip_eplb=True,
+                is_profile=True,
+            )
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a rank has before vote 1; what went wrong so far is in its ballot."""
+
+    ballot: Ballot
+    tuner: Tuner | None = None
+    cached: LeaderWorker | None = None
+    error: FlagsError | None = None
+
+
+def _prepare(
+    workload: Workload, meeting: Meeting, settings: FlashInferSettings, decision: Decision
+) -> _Ready:
+    ranks = meeting.ranks
+    fields: dict[str, Any] = {
+        "rank": ranks.rank,
+        "host": ranks.host,
+        "mode": decision.mode.value,
+        "strategy": decision.strategy.value,
+        "reason": decision.reason.value,
+        "settings": plan_values(settings),
+    }
+    try:
+        fields["workload"] = workload_name(workload.name, workload.identity)
+        tuner = Tuner()
+    except Exception as error:  # noqa: BLE001 - it becomes this rank's ballot
+        text = (
+            error.message if isinstance(error, FlagsError) else f"{type(error).__name__}: {error}"
+        )
+        known = error if isinstance(error, FlagsError) else None
+        return _Ready(Ballot(**fields, error=text), error=known)
+    fields["features"] = tuner.features
+    if not _looks_up(decision, ranks.rank):
+        return _Ready(Ballot(**fields), tuner)
+    try:
+        cached = _cached(workload, fields["workload"], ranks, settings, tuner)
+        found = cached.found
+        table = found.table
+        fields |= {
+            "environment": cached.stamps,
+            "unusable": tuner.obstacle(),
+            "held": tuner.held(),
+            "table": found.status.value,
+            "why": found.why,
+            "entries": len(table.entries) if table else 0,
+            "digest": table.about["digest"] if table else "",
+            "cold_seconds": float(table.about.get("cold_seconds") or 0.0) if table else 0.0,
+            "place": str(cached.store.path),
+        }
+    except Exception as error:  # noqa: BLE001 - a cache never stops a start
+        return _Ready(Ballot(**fields, unusable=f"{type(error).__name__}: {error}"), tuner)
+    return _Ready(Ballot(**fields), tuner, cached)
+
+
+def _cached(
+    workload: Workload, name: str, ranks: Ranks, settings: FlashInferSettings, tuner: Tuner
+) -> LeaderWorker:
+    stamps = tuner.stamps()
+    store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.name)
+    if settings.autotune_cache_access is Access.WO:
+        found = Verdict(Status.ABSENT, why="write-only")
+    else:
+        found = store.read(stamps)
+    about = {"workload": {"name": workload.name, **workload.identity}}
+    if found.table is not None:
+        about = {**found.table.about, **about}
+    return LeaderWorker(store, found, stamps, about)
+
+
+def _looks_up(decision: Decision, rank: int) -> bool:
+    # Off means off. But under auto rank 0 answers for all whether the rollout includes them, so
+    # the others must be ready for its answer.
+    excluded = decision.mode is Mode.AUTO and decision.reason is Reason.ROLLOUT_EXCLUDED
+    return decision.strategy is Strategy.LEADER_WORKER or (excluded and rank != 0)
+
+
+def _deadlines(settings: FlashInferSettings) -> Deadlines:
+    patient = settings.autotune_on_failure is OnFailure.UNTUNED
+    grace = _PATIENT_GRACE_S if patient else _GRACE_S
+    return Deadlines(
+        join=settings.autotune_join_s,
+        silence=settings.autotune_timeout_s,
+        standstill=settings.autotune_stall_s,
+        report=settings.autotune_heartbeat_s,
+        grace=grace if settings.autotune_abort_peers else None,
+        patient=patient,
+    )
+
+
+def _teller(log: BoundLogger) -> Any:  # noqa: ANN401 - a Tell
+    events = {
+        "waiting": (log.info, logs.WAITING),
+        "tuning": (log.info, logs.TUNING),
+        "peer_failed": (log.error, logs.PEER_FAILED),
+        "ended": (log.error, logs.ENDED),
+    }
+
+    def tell(event: str, **fields: Any) -> None:  # noqa: ANN401
+        speak, name = events[event]
+        speak(name, **fields)
+
+    return tell
+
+
+def _say(log: BoundLogger, event: str, plan: Plan, **fields: Any) -> None:  # noqa: ANN401
+    troubled = plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
+    speak = log.warning if troubled else log.info
+    speak(event, action=plan.action.value, reason=plan.reason.value, why=plan.why, **fields)
+
+
+def _report(
+    result: Result,
+    ballots: list[Ballot],
+    decision: Decision,
+    meeting: Meeting,
+    seconds: float,
+) -> Report:
+    plan = result.plan
+    if plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE) and plan.action in (
+        Action.UNCACHED,
+        Action.UNTUNED,
+    ):
+        decision = decision.overruled(plan.reason, plan.why)
+    recorded = ballots[plan.leader].cold_seconds
+    saved = None
+    if result.outcome in (Outcome.WARM, Outcome.TOPPED_UP) and recorded:
+        saved = round(recorded - max(tally.seconds for tally in result.tallies), 3)
+    return Report(
+        outcome=result.outcome,
+        decision=decision,
+        plan=plan,
+        seconds=round(seconds, 3),
+        saved_seconds=saved,
+        table=result.table,
+        ranks=rank_reports(result.outcome, list(result.tallies), meeting.votes),
+    )
+
+
+def _say_outcome(log: BoundLogger, report: Report) -> None:
+    failing = report.outcome is Outcome.UNTUNED or report.decision.level == "warning"
+    speak = log.warning if failing else log.info
+    fields: dict[str, Any] = {
+        "outcome": report.outcome.value,
+        "seconds": report.seconds,
+        "saved_seconds": report.saved_seconds,
+        "votes": report.ranks[0].votes,
+        "profiles": {
+            name: sum(getattr(rank, name) for rank in report.ranks)
+            for name in ("loaded", "tuned", "missing", "failed")
+        },
+    }
+    if report.table is not None:
+        fields |= {"table": report.table.path, "digest": report.table.digest[:16]}
+    if report.outcome is Outcome.UNTUNED or report.plan.reason is Reason.CACHE_UNUSABLE:
+        fields["why"] = report.plan.why
+    speak(logs.OUTCOME, **fields)
