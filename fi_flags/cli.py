@@ -7,15 +7,17 @@ person go to standard error.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from fi_flags import __version__
-from fi_flags.decision import Decision, decide
+from fi_flags.decision import decide
 from fi_flags.errors import FlagsError
 from fi_flags.facts import gather_facts
 from fi_flags.gates import load_gates
@@ -39,6 +41,14 @@ Config: TypeAlias = Annotated[
         "--config", metavar="FILE", help=f"Settings file, in place of {PREFIX}FLAGS_FILE."
     ),
 ]
+
+
+class Device(str, Enum):
+    """Where the decoder of ``warmup`` runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def main(prog_name: str = "fi-flags") -> None:
@@ -106,53 +116,42 @@ def explain(*, as_json: AsJson = False, config: Config = None) -> None:
         if as_json:
             print_json({"decision": decision.to_json(), "settings": described})
         else:
-            _render(decision, described)
+            from fi_flags.render import console, render_explanation  # noqa: PLC0415 - no JSON
+
+            render_explanation(decision, described, console())
 
 
-def _render(decision: Decision, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - not needed for --json
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+@app.command()
+def warmup(
+    *,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Local ranks to start; ignored under torchrun.")
+    ] = 2,
+    device: Annotated[
+        Device, typer.Option("--device", help="Where the decoder runs.", case_sensitive=False)
+    ] = Device.AUTO,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="The most tokens in one forward.")
+    ] = 256,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Warm a group of ranks up with a small decoder, as the flag says."""
+    from fi_flags.launch import Job, launch  # noqa: PLC0415 - brings torch's launcher along
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a pipe has no width, and a cut table is of no use to grep
-    block = Table.grid(padding=(0, 2))
-    for name, value in (
-        ("decision", "on" if decision.enabled else "off"),
-        ("reason", decision.reason.value),
-        ("strategy", decision.strategy.value),
-        ("mode", f"{decision.mode} (from {decision.source})"),
-        ("because", decision.message),
-        *(("gate", f"{gate.id} is {gate.state}, {gate.url}") for gate in decision.gates),
-        *(("to do", link) for link in decision.todo),
-    ):
-        block.add_row(Text(name, style="bold"), Text(value))
-    console.print(block)
+    with reported(as_json=as_json):
+        FlashInferSettings.load(config=config)  # a bad value is told before any rank starts
+        bar = sys.stderr.isatty() and not as_json
+        job = Job(device=device.value, tokens=tokens, config=config, bar=bar)
+        report = launch(job, ranks)
+        if report is None:
+            return  # another rank prints
+        if as_json:
+            print_json(report)
+        else:
+            from fi_flags.render import console, render_report  # noqa: PLC0415
 
-    table = Table(title="Settings", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("value", "source", f"{PREFIX}…", "TOML"):
-        table.add_column(heading, overflow="fold")
-    for entry in settings.values():
-        table.add_row(
-            Text(_shown(entry["value"])),
-            Text(entry["source"]),
-            Text(entry["env"].removeprefix(PREFIX)),
-            Text(entry["toml"]),
-            style="" if entry["source"] == "default" else "bold",
-        )
-    console.print()
-    console.print(table)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value) or '""'
+            render_report(report, console())
 
 
 def _error_json(error: FlagsError) -> dict[str, Any]:

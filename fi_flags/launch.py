@@ -7,13 +7,16 @@ happened; only a rank that dies has nothing to say, and then its exit code is na
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from fi_flags.settings import FlashInferSettings
 from fi_flags.tuner import OnStep
 
 __all__ = ["Job", "launch"]
+
+_ELASTIC = "torch.distributed.elastic"
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,10 @@ def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
-    # The launcher logs a traceback of its own for each rank that ends early; ours say it better.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The launcher logs a page of its own for each rank that ends early; our error says it better.
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(_ELASTIC)]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _start_fork_server()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -88,11 +95,12 @@ def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="spawn",
+        start_method="forkserver",
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        results: dict[int, dict[str, Any]] = elastic_launch(config, _spawned)(job)
+        results: dict[int, dict[str, Any]] = elastic_launch(config, _forked)(job)
+        return [results[rank] for rank in sorted(results)]
     except ChildFailedError as error:
         dead = {
             rank: f"exit code {failure.exitcode}"
@@ -108,18 +116,31 @@ def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
             phase="run",
         ) from None
     except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
-    return [results[rank] for rank in sorted(results)]
+        code = 128 + error.sigval
+    gc.collect()  # the launcher's semaphores, which Python would complain of at its exit
+    raise SystemExit(code)
 
 
 def _how(exit_code: int) -> str:
     return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
 
 
-def _spawned(job: Job) -> dict[str, Any]:
-    # A terminal's Ctrl-C reaches every process at once; the launcher alone answers it, with
-    # SIGTERM to all ranks, so that none of them dies with a traceback of its own.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _start_fork_server() -> None:
+    """Import torch and FlashInfer once for all ranks, in a process that ranks are forked from."""
+    multiprocessing.set_forkserver_preload(["fi_flags.warmup", "fi_flags.workloads.cpu"])
+    # A terminal's Ctrl-C reaches every process at once. The launcher answers it; a server that is
+    # still importing must not answer with a traceback of its own, and it inherits what is ignored.
+    answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, answer)
+
+
+def _forked(job: Job) -> dict[str, Any]:
+    # The launcher passes a Ctrl-C on. Even inside a collective, where Python's own handler would
+    # wait for its end, this rank dies at once; whatever it writes is renamed into place whole.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _rank(job, bound=True)
 
 
@@ -131,8 +152,7 @@ def _rank(job: Job, *, bound: bool) -> dict[str, Any]:
     from fi_flags.tuner import wall_clock  # noqa: PLC0415
     from fi_flags.warmup import warm_up  # noqa: PLC0415
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if bound else 1
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    torch.set_num_threads(1)  # small products: more threads cost more than they bring
     if bound:
         dist.init_process_group("gloo")
     try:

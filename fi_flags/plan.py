@@ -85,7 +85,7 @@ class Ballot:
     def to_json(self) -> dict[str, Any]:
         """The ballot as it goes over the wire; long texts are cut, so its size is bounded."""
         fields = dataclasses.asdict(self)
-        for name in ("host", "unusable", "why", "error"):
+        for name in ("host", "workload", "unusable", "why", "place", "error"):
             fields[name] = _cut(fields[name], 500)
         fields["environment"] = {name: _cut(text) for name, text in self.environment.items()}
         return fields
@@ -173,7 +173,11 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """The tally as it goes over the wire."""
-        return {**dataclasses.asdict(self), "error": _cut(self.error, 500)}
+        return {
+            **dataclasses.asdict(self),
+            "host": _cut(self.host, 500),
+            "error": _cut(self.error, 500),
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Tally:
@@ -191,7 +195,7 @@ def make_plan(ballots: Sequence[Ballot]) -> Plan:
     failed = [f"rank {b.rank} ({b.host}): {b.error}" for b in ballots if b.error]
     base = Plan(
         action=Action.UNCACHED,
-        reason=Reason(ballots[0].reason),
+        reason=_reason(ballots[0].reason),
         why="",
         tuners=frozenset(b.rank for b in ballots),
         # An op that one rank must skip is skipped by all; a failure that one must raise, all do.
@@ -347,6 +351,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _kinds(values: Sequence[Any]) -> set[Hashable]:
     return {json.dumps(value, sort_keys=True) for value in values}
+
+
+def _reason(text: str) -> Reason:
+    # Rank 0 may run another version of us, with a reason that this one does not know.
+    return Reason(text) if text in {reason.value for reason in Reason} else Reason.RANKS_DISAGREE
 
 
 def _strictest(values: Sequence[str | None]) -> OnFailure:

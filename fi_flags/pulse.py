@@ -6,7 +6,8 @@ others watch rank 0, so the cost is linear. A rank counts as
 - absent, if it never came within the join deadline;
 - lost, if its heartbeat has not changed for the silence deadline (or soon after a failure), or if
   it said that it was ended;
-- stuck, if it lives, waits for nobody, and made no progress for the standstill deadline.
+- stuck, if it lives, but neither it nor any other rank made progress for the standstill deadline,
+  and of those that do not wait for a vote it is furthest behind.
 
 Ages are measured on the watcher's own clock, so the machines' clocks need not agree.
 """
@@ -57,7 +58,7 @@ class Deadlines:
     Attributes:
         join: For a rank to show up.
         silence: A rank whose heartbeat is older is lost.
-        standstill: A rank that lives but makes no progress for this long is stuck.
+        standstill: Where no rank makes progress for this long, the one furthest behind is stuck.
         report: How often rank 0 says what it does or whom it waits for.
         grace: How long a rank may stay inside the model after a peer failed; None: for ever.
         patient: Whether progress inside the model starts the grace anew.
@@ -121,6 +122,7 @@ class Watch:
     deadlines: Deadlines
     ranks: frozenset[int]
     began: float
+    sees_all: bool = True
     heard: dict[int, _Heard] = field(default_factory=dict)
 
     def hear(self, rank: int, beat: dict[str, Any], now: float) -> None:
@@ -153,11 +155,30 @@ class Watch:
             if now - last.at > silence:
                 cause = f"last heard {now - last.at:.1f} s ago{_doing(last.beat)}"
                 return Failure("lost", (rank,), host, phase, cause)
-            standing = now - last.moved
-            if standing > self.deadlines.standstill and not last.beat.get("waiting"):
-                cause = f"alive, but no progress for {standing:.1f} s{_doing(last.beat)}"
-                return Failure("stuck", (rank,), host, phase, cause)
-        return None
+        return self._stuck(now) if self.sees_all else None
+
+    def _stuck(self, now: float) -> Failure | None:
+        """Ranks that stand still, once nobody moves; of these the ones that are furthest behind.
+
+        A rank in the model's all-reduce stands still for as long as a peer tunes, so one rank's
+        progress excuses all; and when none is left, those that wait in there have done more than
+        the one they wait for.
+        """
+        active = {
+            rank: last
+            for rank, last in sorted(self.heard.items())
+            if not last.beat.get("left") and not last.beat.get("waiting")
+        }
+        if not active:
+            return None
+        standing = now - max(last.moved for last in active.values())
+        if standing <= self.deadlines.standstill:
+            return None
+        least = min(last.beat.get("done", 0) for last in active.values())
+        behind = {r: last for r, last in active.items() if last.beat.get("done", 0) == least}
+        first = next(iter(behind.values())).beat
+        cause = f"alive, but no progress for {standing:.1f} s{_doing(first)}"
+        return Failure("stuck", tuple(behind), str(first.get("host")), str(first["phase"]), cause)
 
 
 def _progress(beat: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -200,8 +221,9 @@ class Pulse:
         self._began = self._reported = time.monotonic()
         self._grace_from: float | None = None
         self._grace_progress: tuple[Any, ...] = ()
-        others = range(1, ranks.world) if ranks.rank == 0 else [0]
-        self._watch = Watch(deadlines, frozenset(others), self._began)
+        sees_all = ranks.rank == 0 and ranks.world > 1
+        watched = range(ranks.world) if sees_all else [0]
+        self._watch = Watch(deadlines, frozenset(watched), self._began, sees_all)
         self._thread = threading.Thread(target=self._run, name="fi_flags-pulse", daemon=True)
         self._post()  # at once, so that a rank that waits already sees us join
         self._thread.start()
@@ -292,7 +314,8 @@ class Pulse:
                 for rank in late[:8]
                 if (heard := self._watch.heard.get(rank))
             }
-            self._tell("waiting", ranks=late, doing=doing, **fields)
+            if late:
+                self._tell("waiting", ranks=late, doing=doing, **fields)
         else:
             self._tell("tuning", **fields)
 
@@ -328,7 +351,7 @@ class Pulse:
         """Abort torch's default group; NCCL wakes up from that, gloo does not."""
         thread = threading.Thread(target=_abort_default_group, daemon=True)
         thread.start()  # an abort can hang itself
-        give_up = time.monotonic() + min(_ABORT_S, self._deadlines.grace or _ABORT_S)
+        give_up = time.monotonic() + min(_ABORT_S, self._deadlines.grace or 0.0)
         while self._inside and time.monotonic() < give_up:
             time.sleep(0.02)
 

@@ -231,7 +231,13 @@ class Meeting:
             pause = 0.001
             with _store_errors():
                 while not self._wire.check([key]):
-                    self._pulse.raise_if_gone()
+                    try:
+                        self._pulse.raise_if_gone()
+                    except RanksError:
+                        # A rank that left with an error may have answered in between.
+                        if self._wire.check([key]):
+                            break
+                        raise
                     time.sleep(pause)
                     pause = min(pause * 1.5, 0.05)
                 count, _, first = self._wire.get(key).decode().partition(":")

@@ -1,4 +1,4 @@
-"""A warm-up's report for a person."""
+"""Decisions, settings and reports for a person."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["render_report"]
+from fi_flags.decision import Decision
+from fi_flags.layers import PREFIX
+
+__all__ = ["console", "render_explanation", "render_report"]
 
 _MEANING = {
     "uncached": "every rank tuned for itself; nothing was kept",
@@ -20,24 +23,54 @@ _MEANING = {
 }
 
 
-def render_report(report: Mapping[str, Any], console: Console) -> None:
+def console() -> Console:
+    """Standard output; a pipe has no width, and a cut table is of no use to grep."""
+    found = Console()
+    return found if found.is_terminal else Console(width=160)
+
+
+def render_explanation(
+    decision: Decision, settings: Mapping[str, Mapping[str, Any]], out: Console
+) -> None:
+    """Print a decision, and every setting with its source."""
+    _print_block(
+        out,
+        ("decision", "on" if decision.enabled else "off"),
+        ("reason", decision.reason.value),
+        ("strategy", decision.strategy.value),
+        ("mode", f"{decision.mode} (from {decision.source})"),
+        ("because", decision.message),
+        *(("gate", f"{gate.id} is {gate.state}, {gate.url}") for gate in decision.gates),
+        *(("to do", link) for link in decision.todo),
+    )
+    table = Table(title="Settings", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("value", "source", f"{PREFIX}…", "TOML"):
+        table.add_column(heading, overflow="fold")
+    for entry in settings.values():
+        table.add_row(
+            Text(_shown(entry["value"])),
+            Text(entry["source"]),
+            Text(entry["env"].removeprefix(PREFIX)),
+            Text(entry["toml"]),
+            style="" if entry["source"] == "default" else "bold",
+        )
+    out.print()
+    out.print(table)
+
+
+def render_report(report: Mapping[str, Any], out: Console) -> None:
     """Print decision, plan, outcome, one row per rank, the table and the seconds saved."""
-    decision, plan = report["decision"], report["plan"]
-    block = Table.grid(padding=(0, 2))
-    rows = [
+    decision, plan, table = report["decision"], report["plan"], report["table"]
+    kept = [("table", f"{table['entries']} entries in {table['path']}")] if table else []
+    _print_block(
+        out,
         ("decision", f"{decision['strategy']}, {decision['reason']}: {decision['message']}"),
         *(("to do", link) for link in decision["todo"]),
         ("plan", f"{plan['action']}: {plan['why']}"),
         ("outcome", f"{report['outcome']}: {_MEANING[report['outcome']]}"),
-    ]
-    table = report["table"]
-    if table:
-        rows.append(("table", f"{table['entries']} entries in {table['path']}"))
-    rows.append(("seconds", _seconds(report)))
-    for name, value in rows:
-        block.add_row(Text(name, style="bold"), Text(value))
-    console.print(block)
-
+        *kept,
+        ("seconds", _seconds(report)),
+    )
     ranks = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("rank", "loaded", "tuned", "missing", "failed", "seconds", "votes", "digest"):
         ranks.add_column(heading, justify="left" if heading == "digest" else "right")
@@ -45,11 +78,30 @@ def render_report(report: Mapping[str, Any], console: Console) -> None:
         counts = [str(rank[name]) for name in ("rank", "loaded", "tuned", "missing", "failed")]
         digest = rank["digest"][:16] or "-"
         ranks.add_row(*counts, f"{rank['seconds']:.2f}", str(rank["votes"]), digest)
-    console.print()
-    console.print(ranks)
+    out.print()
+    out.print(ranks)
+
+
+def _print_block(out: Console, *rows: tuple[str, str]) -> None:
+    block = Table.grid(padding=(0, 2))
+    block.add_column(style="bold")
+    block.add_column(overflow="fold")
+    for name, value in rows:
+        block.add_row(Text(name), Text(value))
+    out.print(block)
 
 
 def _seconds(report: Mapping[str, Any]) -> str:
-    text = f"{report['seconds']:.2f}"
     saved = report["saved_seconds"]
-    return text if saved is None else f"{text}, {saved:.2f} less than the recorded cold start"
+    text = f"{report['seconds']:.2f}"
+    return text if saved is None else f"{text}; the run took {saved:.2f} less than the cold start"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) or '""'

@@ -275,19 +275,17 @@ def settings_or_off(**arguments: Any) -> FlashInferSettings:  # noqa: ANN401
 
 
 def plan_values(settings: FlashInferSettings) -> dict[str, JSON]:
-    """The settings that every rank of a group must share, because the plan depends on them."""
+    """The settings that every rank of a group must share, because the plan depends on them.
+
+    The flag itself is compared by what each rank decided, and deadlines may differ.
+    """
     return {
         name: _plain(getattr(settings, name))
         for name in (
-            "persistent_cache",
             "autotune_cache_access",
             "autotune_skip_ops",
             "autotune_distributed_sync",
             "autotune_split",
-            "autotune_join_s",
-            "autotune_timeout_s",
-            "autotune_stall_s",
-            "autotune_abort_peers",
             "autotune_on_failure",
         )
     }

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fi_flags.errors import TableError
 from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
@@ -58,7 +58,10 @@ class Store:
     @classmethod
     def at(cls, cache_dir: Path, environment: str, workload: str, group: str) -> Store:
         """The store of one environment, workload and group of ranks under cache_dir."""
-        return cls(cache_dir / "v1" / environment / workload / f"{_file_name(group)}.json")
+        name = _file_name(group)
+        if name != group:  # cut or cleaned, it may be the name of another group too
+            name = _file_name(group, _digest({"group": group}))
+        return cls(cache_dir / "v1" / environment / workload / f"{name}.json")
 
     def read(self, stamps: Mapping[str, str]) -> Verdict:
         """Read and judge the table; what is wrong with it is the verdict, never an exception."""
@@ -116,8 +119,8 @@ class Store:
         lock = FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_S)
         try:
             lock.acquire()
-        except (Timeout, NotImplementedError):
-            # A held or unsupported lock costs a merge at worst: the rename is atomic without it.
+        except (OSError, NotImplementedError):  # held (Timeout is one), not ours, not supported
+            # It costs a merge at worst: the rename is atomic without a lock.
             yield
             return
         try:
@@ -127,21 +130,24 @@ class Store:
 
     def _set_aside(self, status: Status) -> None:
         when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        self.path.replace(
-            self.path.with_name(f"{self.path.name}.quarantined-{when}-{status.value}")
-        )
+        name = f"{self.path.name}.quarantined-{when}-{status.value}"
+        with contextlib.suppress(FileNotFoundError):  # without a lock, another was quicker
+            self.path.replace(self.path.with_name(name))
 
 
 def _read_regular(path: Path) -> bytes:
     # O_NOFOLLOW and O_NONBLOCK: neither a link nor a named pipe in a table's place may lead us on.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a regular file")
         if found.st_size > MAX_BYTES:
             raise ValueError(f"{found.st_size} bytes, more than {MAX_BYTES}")
-        return file.read(MAX_BYTES + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
@@ -165,12 +171,12 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _fsync_directory(directory: Path) -> None:
     # The rename itself must survive a power cut; some network mounts refuse to sync a directory.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _digest(value: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,11 +45,13 @@ MAX_BYTES = 64 * 1024 * 1024
 _BLOCK = "fi_flags"
 _METADATA = "_metadata"
 _NOT_ENTRIES = (_METADATA, "_records", "_generation")
-_MAX_DEPTH = 16
+_MAX_DEPTH = 32
 
 # FlashInfer's file key is str((op, runner, profile, extras)): two quoted names, then the rest.
 _NAME = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _KEY = re.compile(rf"\((?P<op>{_NAME}), (?P<runner>{_NAME}), (?P<rest>.*)\)", re.DOTALL)
+# What repr() puts into a name that is not plain text.
+_ESCAPE = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4}|.)", re.DOTALL)
 
 
 class Status(str, enum.Enum):
@@ -97,10 +100,15 @@ def parse(data: bytes) -> Table:
         raise ValueError(f"{len(data)} bytes, more than {MAX_BYTES}")
     try:
         document = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if not _is_flat(document):  # what we write again, a recursive encoder must survive
+        raise ValueError("nested too deeply")
     if not isinstance(document, dict):
         raise ValueError(f"a JSON {type(document).__name__} where an object should be")
     stamps = document.get(_METADATA)
@@ -219,10 +227,22 @@ def _wrong_entry(key: str, value: object) -> str:
     return ""
 
 
-def _is_tactic(value: object, depth: int = 0) -> bool:
+def _is_tactic(value: object) -> bool:
     if isinstance(value, list):
-        return depth < _MAX_DEPTH and all(_is_tactic(item, depth + 1) for item in value)
+        return all(map(_is_tactic, value))
     return value is None or isinstance(value, str | int | float)
+
+
+def _is_flat(document: object) -> bool:
+    level = [document]
+    for _ in range(_MAX_DEPTH):
+        inner = [value for value in level if isinstance(value, dict | list)]
+        level = [
+            item
+            for value in inner
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    return not level
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,9 +256,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # 1e999 reads as infinity, which JSON cannot hold
+        raise ValueError(f"{_short(text)} is not a number")
+    return value
+
+
 def _unquote(quoted: str) -> str:
-    return re.sub(r"\\(.)", r"\1", quoted[1:-1])
+    return _ESCAPE.sub(_unescape, quoted[1:-1])
+
+
+def _unescape(match: re.Match[str]) -> str:
+    text = match[1]
+    if len(text) > 1:
+        return chr(int(text[1:], 16))
+    return {"n": "\n", "r": "\r", "t": "\t"}.get(text, text)
 
 
 def _short(text: str, limit: int = 80) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate cannot be printed
     return text if len(text) <= limit else text[: limit - 1] + "…"

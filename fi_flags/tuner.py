@@ -39,6 +39,7 @@ _TACTICS = (
     "_file_configs",
     "_file_config_policies",
     "_file_config_selections",
+    "_invalidated_file_keys",
 )
 # What load_configs and save_configs change besides tactics; it belongs to other passes.
 _BOOKKEEPING = (
@@ -78,7 +79,14 @@ class Counts:
 
 @dataclass
 class Pass:
-    """What one run of a workload asked of the tuner."""
+    """What one run of a workload asked of the tuner.
+
+    Attributes:
+        before: What the tuner's memory held when the run began.
+        sites: The calls known so far, and whether each was looked up yet.
+        done: How many were.
+        blind: Why look-ups could not be observed, or empty.
+    """
 
     tune: bool
     before: dict[Any, Any]
@@ -201,7 +209,13 @@ class Tuner:
         """What serves the calls of a pass, tuned by it or hit by it, and those of more file keys.
 
         Rivals are included: what the tuner holds for a call counts, whatever the runner.
+
+        Raises:
+            TunerError: The pass could not be observed, so nobody knows what it asked for.
         """
+        if seen.blind:
+            text = f"look-ups could not be observed: {seen.blind}"
+            raise TunerError(text, feature="search_cache")
         calls = {rival_key(key.file_key) for site in seen.sites for key in site}
         calls.update(rival_key(name) for name in also)
         with self._tuner._lock:  # noqa: SLF001

@@ -367,7 +367,7 @@ class Ranks:
 @pytest.mark.usefixtures("tuner")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_shards_add_up_to_the_whole(world: int, exact: bool) -> None:  # noqa: FBT001
+def test_shards_add_up_to_the_whole(world: int, exact: bool) -> None:
     ranks = Ranks(world)
     outputs: dict[int, torch.Tensor] = {}
 
