@@ -53,7 +53,7 @@ def test_empty_environment_is_off_by_default_with_its_links() -> None:
 @pytest.mark.parametrize(
     ("flag", "enabled", "reason"), [("on", True, "OPERATOR_ON"), ("off", False, "OPERATOR_OFF")]
 )
-def test_flag_decides(flag: str, enabled: bool, reason: str) -> None:  # noqa: FBT001
+def test_flag_decides(flag: str, enabled: bool, reason: str) -> None:
     decision = explained(**{FLAG: flag})["decision"]
     assert (decision["enabled"], decision["reason"], decision["source"]) == (enabled, reason, "env")
 

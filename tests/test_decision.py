@@ -94,8 +94,8 @@ def test_good_machine_has_nothing_to_do(mode: Mode) -> None:
 def test_cuda_workload_needs_a_recent_gpu(
     mode: Mode,
     capability: tuple[int, int] | None,
-    needs_cuda: bool,  # noqa: FBT001
-    supported: bool,  # noqa: FBT001
+    needs_cuda: bool,
+    supported: bool,
 ) -> None:
     facts = replace(GOOD, gpu="a GPU" if capability else None, capability=capability)
     decision = decide(settings(mode), facts, GATES, needs_cuda=needs_cuda)
@@ -176,7 +176,7 @@ def test_decide_is_total(
     percent: float,
     patterns: list[str],
     facts: Facts,
-    needs_cuda: bool,  # noqa: FBT001
+    needs_cuda: bool,
 ) -> None:
     asked = settings(mode, rollout_percent=percent, rollout_hosts=patterns, rollout_archs=patterns)
     decision = decide(asked, facts, GATES, needs_cuda=needs_cuda)

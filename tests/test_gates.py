@@ -38,7 +38,7 @@ def gate(affected: str) -> Gate:
         (None, True),
     ],
 )
-def test_file_key_gate_closes_before_the_fix(version: str | None, closed: bool) -> None:  # noqa: FBT001
+def test_file_key_gate_closes_before_the_fix(version: str | None, closed: bool) -> None:
     (file_key,) = load_gates()
     assert file_key.closed(facts(version)) is closed
 
@@ -56,7 +56,7 @@ def test_file_key_gate_closes_before_the_fix(version: str | None, closed: bool) 
         ("!=0.6.18", "0.6.18", False),
     ],
 )
-def test_versions_compare_in_plain_order(affected: str, version: str, closed: bool) -> None:  # noqa: FBT001
+def test_versions_compare_in_plain_order(affected: str, version: str, closed: bool) -> None:
     assert gate(affected).closed(facts(version)) is closed
 
 

@@ -91,8 +91,8 @@ def test_structlog_of_the_host_does_not_govern_us(caplog: pytest.LogCaptureFixtu
 )
 def test_command_line_writes_json_or_columns(
     chosen: LogFormat,
-    terminal: bool,  # noqa: FBT001
-    is_json: bool,  # noqa: FBT001
+    terminal: bool,
+    is_json: bool,
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
     with setup_cli_logging(chosen, stream):

@@ -81,7 +81,7 @@ def test_nobody_at_nought_and_everybody_at_a_hundred() -> None:
         ({"hosts": "node-*", "percent": 0}, False),
     ],
 )
-def test_hosts_and_architectures(settings: dict[str, Any], expected: bool) -> None:  # noqa: FBT001
+def test_hosts_and_architectures(settings: dict[str, Any], expected: bool) -> None:
     assert included(**settings) is expected
 
 

@@ -312,7 +312,7 @@ def test_bad_cache_root_is_refused_by_its_own_name() -> None:
 )
 def test_default_id_is_the_masters_address_unless_loopback(
     address: str,
-    own: bool,  # noqa: FBT001
+    own: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "this-host")
@@ -485,7 +485,7 @@ def test_near_miss_of_a_vllm_name_would_be_reported_but_for_the_list() -> None:
 def test_percentage_without_an_id_is_doubted(
     percent: str,
     identity: str | None,
-    warned: bool,  # noqa: FBT001
+    warned: bool,
 ) -> None:
     settings = load({}, rollout_percent=percent, rollout_id=identity)
     assert bool(settings.warnings) is warned
