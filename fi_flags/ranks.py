@@ -259,8 +259,8 @@ def _open(ranks: Ranks) -> tuple[Store, Store]:
     # that are one call apart wait for each other by name instead of misreading each other.
     call = store.add(f"{name}/calls/{ranks.rank}", 1)
     prefix = f"{name}/{call}"
-    # Connections of our own: a store serialises the calls on one, and the pulse must not wait.
-    first, second = store.clone(), store.clone()
+    # Connections of our own, where torch can: a store serialises the calls on one connection.
+    first, second = (store.clone() if hasattr(store, "clone") else store for _ in range(2))
     return PrefixStore(prefix, first), PrefixStore(prefix, second)
 
 

@@ -155,7 +155,6 @@ class LeaderWorker:
         tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
         refused = all_loaded(_vote(crew, tally))
         if refused:
-            crew.tuner.give_back(before)
             return plan.without_table(f"the table could not be loaded: {refused}"), {}
         return plan, stored
 
@@ -353,7 +352,6 @@ def _failed(
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.on_failure is OnFailure.UNTUNED:
-        crew.tuner.give_back(before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
         return Result(Outcome.UNTUNED, plan, tallies)
     raise WorkloadError(

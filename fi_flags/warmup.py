@@ -24,7 +24,6 @@ from fi_flags.pulse import Deadlines
 from fi_flags.ranks import Meeting, Ranks
 from fi_flags.report import Outcome, Report, rank_reports
 from fi_flags.settings import (
-    Access,
     FlashInferSettings,
     Mode,
     OnFailure,
@@ -33,7 +32,6 @@ from fi_flags.settings import (
 )
 from fi_flags.store import Store, environment_name, workload_name
 from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
-from fi_flags.table import Status, Verdict
 from fi_flags.tuner import OnStep, Tuner
 from fi_flags.workloads import Workload
 
@@ -209,10 +207,7 @@ def _cached(
 ) -> LeaderWorker:
     stamps = tuner.stamps()
     store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.name)
-    if settings.autotune_cache_access is Access.WO:
-        found = Verdict(Status.ABSENT, why="write-only")
-    else:
-        found = store.read(stamps)
+    found = store.read(stamps)
     about = {"workload": {"name": workload.name, **workload.identity}}
     if found.table is not None:
         about = {**found.table.about, **about}

@@ -21,6 +21,8 @@ from fi_flags.plan import Action
 from fi_flags.ranks import Ranks
 from fi_flags.report import Outcome, Report
 from fi_flags.settings import FlashInferSettings
+from fi_flags.store import Store
+from fi_flags.table import parse
 from fi_flags.warmup import flashinfer_autotune, warm_up
 from tests.toy import Crowd, Toy, fresh_tuner, own_tuners, this_thread
 
@@ -105,17 +107,21 @@ def test_on_is_cold_then_warm_with_one_digest_and_few_votes(world: int, tmp_path
 def test_off_tunes_on_every_rank_and_touches_no_disk(
     world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("off looked at tables")
-
-    monkeypatch.setattr(AutoTuner, "save_configs", refuse)
-    monkeypatch.setattr(AutoTuner, "load_configs", refuse)
+    looked: list[str] = []
+    for owner, name in (
+        (AutoTuner, "save_configs"),
+        (AutoTuner, "load_configs"),
+        (Store, "read"),
+        (Store, "publish"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: looked.append(name))
     for _ in range(2):
         reports, _served = start(world, tmp_path, "off")
         assert outcomes(reports) == {Outcome.UNCACHED}
         assert all(rank.tuned == 6 and rank.votes == 2 for rank in reports[0].ranks)
         assert reports[0].decision.reason is Reason.OPERATOR_OFF
         assert not (tmp_path / "tables").exists()
+    assert not looked
 
 
 def test_the_table_loads_with_plain_flashinfer(tmp_path: Path) -> None:
@@ -235,6 +241,17 @@ def test_separate_directories_with_one_lost_share_the_table(lost: int, tmp_path:
     assert served[0] == served[1]
     assert len(tables(tmp_path)) == 2, "the node that had lost its table has it again"
     assert warm[0].plan.leader == 1 - lost
+
+
+def test_a_lost_disk_gets_back_entries_of_skipped_ops_too(tmp_path: Path) -> None:
+    def given(rank: int) -> dict[str, Any]:
+        return {"autotune_cache_dir": tmp_path / "tables" / f"node{rank}"}
+
+    start(2, tmp_path, given=given)
+    kept, lost = tables(tmp_path)
+    lost.unlink()
+    start(2, tmp_path, given=lambda rank: {**given(rank), "autotune_skip_ops": ["moe"]})
+    assert parse(lost.read_bytes()).entries == parse(kept.read_bytes()).entries
 
 
 def test_tables_that_differ_are_merged_and_the_leaders_entries_win(
