@@ -184,7 +184,10 @@ def _with_gates(
     found = f"FlashInfer {facts.flashinfer}"
     defect = "; ".join(f"{gate.title} ({gate.id})" for gate in shut)
     if mode is Mode.SHADOW:
-        return Reason.SHADOW, "served as off; the stored table is only compared and refreshed"
+        return (
+            Reason.SHADOW,
+            "served as off; this version does not compare with the stored table yet",
+        )
     if mode is Mode.FORCE:
         despite = f", although {found} has a known defect: {defect}" if shut else ""
         return Reason.OPERATOR_FORCED, f"the cache is on because it is forced{despite}"

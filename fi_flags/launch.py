@@ -7,7 +7,6 @@ happened; only a rank that dies has nothing to say, and then its exit code is na
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import multiprocessing
 import os
@@ -116,13 +115,7 @@ def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
             phase="run",
         ) from None
     except SignalException as error:
-        code = 128 + error.sigval
-    gc.collect()  # the launcher's semaphores, which Python would complain of at its exit
-    raise SystemExit(code)
-
-
-def _how(exit_code: int) -> str:
-    return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _start_fork_server() -> None:

@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fi_flags.ballots import Ballot, Tally, cut
 from fi_flags.decision import Reason, Strategy
 from fi_flags.settings import Access, Mode, OnFailure, Split
 from fi_flags.table import Status
 
 __all__ = [
-    "PROTOCOL",
     "Action",
-    "Ballot",
     "Next",
     "Plan",
-    "Tally",
     "after_run",
     "all_loaded",
     "make_plan",
     "publishers",
 ]
-
-PROTOCOL = 1
-_LONG = 200
 
 
 class Action(str, enum.Enum):
@@ -44,59 +38,6 @@ class Action(str, enum.Enum):
     UNTUNED = "untuned"
     COLD = "cold"
     WARM = "warm"
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """What one rank decided, has, and can do; vote 1.
-
-    Attributes:
-        settings: The settings that change the plan, by name (``settings.plan_values``).
-        environment: FlashInfer's stamps; empty where the rank decided per-rank, since off means
-            that nothing is looked up.
-        unusable: Why this rank's FlashInfer cannot serve a stored table, or empty.
-        place: The table's path, for choosing one publisher per disk.
-        digest: Of the table's entries, all of them.
-        cold_seconds: How long the table says its cold start took.
-        error: Why this rank cannot start at all, or empty.
-    """
-
-    rank: int
-    host: str = ""
-    protocol: int = PROTOCOL
-    mode: str = Mode.OFF.value
-    strategy: str = Strategy.PER_RANK.value
-    reason: str = Reason.DEFAULT_OFF.value
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    workload: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    features: tuple[str, ...] = ()
-    unusable: str = ""
-    held: int = 0
-    table: str = Status.ABSENT.value
-    why: str = ""
-    entries: int = 0
-    digest: str = ""
-    cold_seconds: float = 0.0
-    place: str = ""
-    writable: bool = False
-    error: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The ballot as it goes over the wire; long texts are cut, so its size is bounded."""
-        fields = dataclasses.asdict(self)
-        for name in ("host", "workload", "unusable", "why", "place", "error"):
-            fields[name] = _cut(fields[name], 500)
-        fields["environment"] = {name: _cut(text) for name, text in self.environment.items()}
-        return fields
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Ballot:
-        """Read a ballot; names that this version does not know are ignored."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        given = {name: value for name, value in fields.items() if name in known}
-        given["features"] = tuple(given.get("features", ()))
-        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -145,47 +86,6 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What one rank reports in a vote after the first.
-
-    Attributes:
-        ok: Whether the step succeeded on this rank.
-        ran: Whether the workload itself did.
-        error: Why not.
-        digest: Of the tactics that the rank's tuner serves for this workload.
-        loaded, tuned, missing, failed: Counts of profiles.
-        seconds: How long this rank's run took.
-    """
-
-    rank: int
-    host: str = ""
-    ok: bool = True
-    ran: bool = True
-    error: str = ""
-    digest: str = ""
-    entries: int = 0
-    loaded: int = 0
-    tuned: int = 0
-    missing: int = 0
-    failed: int = 0
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The tally as it goes over the wire."""
-        return {
-            **dataclasses.asdict(self),
-            "host": _cut(self.host, 500),
-            "error": _cut(self.error, 500),
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Tally:
-        """Read a tally; names that this version does not know are ignored."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in fields.items() if name in known})
-
-
 def make_plan(ballots: Sequence[Ballot]) -> Plan:
     """The group's plan: the first rule of the design that applies.
 
@@ -228,16 +128,16 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
     if access is Access.WO or not usable:
         why = "write-only: tuned afresh" if access is Access.WO else f"no usable table: {found}"
         tuners = frozenset([0]) if split is Split.LEADER else base.tuners
+        sync, without = _sync(ballots, split)
         return dataclasses.replace(
             base,
             action=Action.COLD,
-            why=why,
+            why=why
+            + (f"; timings are not averaged, since {without}" if without else "")
+            + _unwritable(ballots),
             tuners=tuners,
             publish=publish,
-            # An all-reduce per tactic hangs where one rank hits what another tunes.
-            sync=bool(ballots[0].settings.get("autotune_distributed_sync"))
-            and split is Split.ALL
-            and not any(b.held for b in ballots),
+            sync=sync,
         )
     leader = usable[0].rank
     exchange = len(usable) < len(ballots) or len({b.digest for b in usable}) > 1
@@ -254,6 +154,32 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
         tuners=tuners if publish else frozenset(),
         publish=publish,
     )
+
+
+def _unwritable(ballots: Sequence[Ballot]) -> str:
+    # Said before hours of tuning, not after them.
+    places = [
+        (b.rank, b.place) for b in ballots if b.rank in publishers(ballots) and not b.writable
+    ]
+    return (
+        f"; it will not be kept, since nothing can be written to {_grouped(places)}"
+        if places
+        else ""
+    )
+
+
+def _sync(ballots: Sequence[Ballot], split: Split) -> tuple[bool, str]:
+    """Whether FlashInfer averages timings over the group; if that was asked in vain, why."""
+    if not ballots[0].settings.get("autotune_distributed_sync"):
+        return False, ""
+    lacking = [(b.rank, "no process group") for b in ballots if "process_group" not in b.features]
+    if lacking:
+        return False, f"there is {_grouped(lacking)}"
+    if split is not Split.ALL:
+        return False, "not all ranks tune"
+    # An all-reduce per tactic hangs where one rank hits what another tunes.
+    holding = [(b.rank, f"{b.held} tactics") for b in ballots if b.held]
+    return not holding, f"tuners hold {_grouped(holding)} already" if holding else ""
 
 
 def all_loaded(tallies: Sequence[Tally]) -> str:
@@ -336,7 +262,7 @@ def _grouped(values: Sequence[tuple[int, Any]]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in values:
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        holders.setdefault(_cut(text), []).append(rank)
+        holders.setdefault(cut(text), []).append(rank)
     return ", ".join(f"{text} ({_ranks(ranks)})" for text, ranks in holders.items())
 
 
@@ -361,11 +287,3 @@ def _reason(text: str) -> Reason:
 def _strictest(values: Sequence[str | None]) -> OnFailure:
     untuned = all(value == OnFailure.UNTUNED.value for value in values)
     return OnFailure.UNTUNED if untuned else OnFailure.RAISE
-
-
-def _cut(text: str, limit: int = _LONG) -> str:
-    if len(text) <= limit:
-        return text
-    # The digest keeps long values that differ only behind the cut apart.
-    tail = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
-    return f"{text[: limit - 9]}…{tail}"

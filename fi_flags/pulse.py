@@ -1,15 +1,6 @@
-"""Heartbeats, the judgement of who is lost, and the watchdog: one thread a rank.
+"""A rank's thread: it beats, watches the others, and brings the rank out of the model if it must.
 
-Each rank posts a heartbeat with its phase, op and profiles done. Rank 0 watches all others, the
-others watch rank 0, so the cost is linear. A rank counts as
-
-- absent, if it never came within the join deadline;
-- lost, if its heartbeat has not changed for the silence deadline (or soon after a failure), or if
-  it said that it was ended;
-- stuck, if it lives, but neither it nor any other rank made progress for the standstill deadline,
-  and of those that do not wait for a vote it is furthest behind.
-
-Ages are measured on the watcher's own clock, so the machines' clocks need not agree.
+The judgement of who is lost is in ``watch.py``; here it is acted upon.
 """
 
 from __future__ import annotations
@@ -20,22 +11,19 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fi_flags.errors import RanksError
+from fi_flags.watch import Deadlines, Failure, Watch, activity, progress_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from fi_flags.ranks import Ranks
-
-__all__ = ["FAILURE", "GONE", "Deadlines", "EndProcess", "Failure", "Pulse", "Tell", "post_first"]
+__all__ = ["FAILURE", "GONE", "EndProcess", "Pulse", "Tell", "post_first"]
 
 FAILURE = "failure"
 GONE = "gone"
-_SILENT_AFTER_FAILURE_S = 10.0
 _ABORT_S = 5.0
 
 
@@ -51,142 +39,9 @@ class EndProcess(Protocol):
     def __call__(self, status: int, /) -> object: ...  # noqa: D102
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """How long a rank waits for others, in seconds.
-
-    Attributes:
-        join: For a rank to show up.
-        silence: A rank whose heartbeat is older is lost.
-        standstill: Where no rank makes progress for this long, the one furthest behind is stuck.
-        report: How often rank 0 says what it does or whom it waits for.
-        grace: How long a rank may stay inside the model after a peer failed; None: for ever.
-        patient: Whether progress inside the model starts the grace anew.
-    """
-
-    join: float = 600.0
-    silence: float = 600.0
-    standstill: float = 3600.0
-    report: float = 30.0
-    grace: float | None = 5.0
-    patient: bool = False
-
-    @property
-    def tick(self) -> float:
-        """How often the pulse beats, in seconds."""
-        return max(0.02, min(1.0, self.join / 5, self.silence / 5, self.standstill / 5))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong in a group: on which ranks, where, and why."""
-
-    kind: str  # "failed", or "absent", "lost", "stuck"
-    ranks: tuple[int, ...]
-    host: str
-    phase: str
-    cause: str
-
-    @classmethod
-    def of(cls, text: bytes) -> Failure:
-        """Read a failure as it was posted."""
-        fields = json.loads(text)
-        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
-
-    def describe(self) -> str:
-        """One line that names the ranks, the host, the phase and the cause."""
-        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        where = f" ({self.host})" if self.host else ""
-        verb = {"failed": "failed", "absent": "did not join", "lost": "was lost"}
-        return f"{who}{where} {verb.get(self.kind, 'is stuck')} in phase {self.phase}: {self.cause}"
-
-
 def post_first(wire: Store, key: str, failure: Failure) -> Failure:
     """Post a failure unless the group has one already; return the one that counts."""
     return Failure.of(wire.compare_set(key, "", json.dumps(dataclasses.asdict(failure))))
-
-
-@dataclass
-class _Heard:
-    """A rank's last heartbeat, when it last changed, and when its progress last changed."""
-
-    beat: dict[str, Any]
-    at: float
-    moved: float
-
-
-@dataclass
-class Watch:
-    """Who was heard when, and what follows from it; pure but for the times it is given."""
-
-    deadlines: Deadlines
-    ranks: frozenset[int]
-    began: float
-    sees_all: bool = True
-    heard: dict[int, _Heard] = field(default_factory=dict)
-
-    def hear(self, rank: int, beat: dict[str, Any], now: float) -> None:
-        """Take note of a heartbeat as it was read at a time."""
-        last = self.heard.get(rank)
-        if last is None:
-            self.heard[rank] = _Heard(beat, now, now)
-            return
-        if _progress(beat) != _progress(last.beat):
-            last.moved = now
-        if beat != last.beat:
-            last.at = now
-        last.beat = beat
-
-    def judge(self, now: float, *, failed: bool) -> Failure | None:
-        """The worst that can be said of the watched ranks at a time, if anything."""
-        absent = sorted(self.ranks - self.heard.keys())
-        if absent and now - self.began > self.deadlines.join:
-            cause = f"not heard within {self.deadlines.join:g} s; is fi_flags on for that rank?"
-            return Failure("absent", tuple(absent), "", "join", cause)
-        silence = self.deadlines.silence
-        if failed:
-            silence = min(silence, _SILENT_AFTER_FAILURE_S)
-        for rank, last in sorted(self.heard.items()):
-            phase, host = str(last.beat.get("phase")), str(last.beat.get("host"))
-            if last.beat.get("left"):
-                continue
-            if last.beat.get("ended"):
-                return Failure("lost", (rank,), host, phase, str(last.beat["ended"]))
-            if now - last.at > silence:
-                cause = f"last heard {now - last.at:.1f} s ago{_doing(last.beat)}"
-                return Failure("lost", (rank,), host, phase, cause)
-        return self._stuck(now) if self.sees_all else None
-
-    def _stuck(self, now: float) -> Failure | None:
-        """Ranks that stand still, once nobody moves; of these the ones that are furthest behind.
-
-        A rank in the model's all-reduce stands still for as long as a peer tunes, so one rank's
-        progress excuses all; and when none is left, those that wait in there have done more than
-        the one they wait for.
-        """
-        active = {
-            rank: last
-            for rank, last in sorted(self.heard.items())
-            if not last.beat.get("left") and not last.beat.get("waiting")
-        }
-        if not active:
-            return None
-        standing = now - max(last.moved for last in active.values())
-        if standing <= self.deadlines.standstill:
-            return None
-        least = min(last.beat.get("done", 0) for last in active.values())
-        behind = {r: last for r, last in active.items() if last.beat.get("done", 0) == least}
-        first = next(iter(behind.values())).beat
-        cause = f"alive, but no progress for {standing:.1f} s{_doing(first)}"
-        return Failure("stuck", tuple(behind), str(first.get("host")), str(first["phase"]), cause)
-
-
-def _progress(beat: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(beat.get(name) for name in ("phase", "op", "done", "waiting"))
-
-
-def _doing(beat: Mapping[str, Any]) -> str:
-    return f", at {beat['op']}, {beat['done']} profiles done" if "op" in beat else ""
 
 
 class Pulse:
@@ -199,7 +54,9 @@ class Pulse:
 
     def __init__(
         self,
-        ranks: Ranks,
+        rank: int,
+        world: int,
+        host: str,
         wire: Store,
         deadlines: Deadlines,
         tell: Tell,
@@ -207,7 +64,8 @@ class Pulse:
     ) -> None:
         self.state: dict[str, Any] = {"phase": "join"}
         self.waiting: dict[int, str] = {}
-        self._ranks = ranks
+        self._rank = rank
+        self._host = host
         self._wire = wire
         self._deadlines = deadlines
         self._tell = tell
@@ -221,8 +79,8 @@ class Pulse:
         self._began = self._reported = time.monotonic()
         self._grace_from: float | None = None
         self._grace_progress: tuple[Any, ...] = ()
-        sees_all = ranks.rank == 0 and ranks.world > 1
-        watched = range(ranks.world) if sees_all else [0]
+        sees_all = rank == 0 and world > 1
+        watched = range(world) if sees_all else [0]
         self._watch = Watch(deadlines, frozenset(watched), self._began, sees_all)
         self._thread = threading.Thread(target=self._run, name="fi_flags-pulse", daemon=True)
         self._post()  # at once, so that a rank that waits already sees us join
@@ -280,10 +138,10 @@ class Pulse:
 
     def _post(self, **more: Any) -> None:  # noqa: ANN401 - JSON
         self._beats += 1
-        beat = {**self.state, "host": self._ranks.host, "n": self._beats, **more}
+        beat = {**self.state, "host": self._host, "n": self._beats, **more}
         if self.waiting:
             beat["waiting"] = True
-        self._wire.set(f"beat/{self._ranks.rank}", json.dumps(beat))
+        self._wire.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _look(self) -> None:
         if self._failure is None and self._wire.check([FAILURE]):
@@ -302,7 +160,7 @@ class Pulse:
 
     def _report(self) -> None:
         now = time.monotonic()
-        if self._ranks.rank != 0 or now - self._reported < self._deadlines.report:
+        if self._rank != 0 or now - self._reported < self._deadlines.report:
             return
         self._reported = now
         waiting = self.waiting
@@ -310,7 +168,7 @@ class Pulse:
         if waiting:
             late = [rank for rank, key in waiting.items() if not self._wire.check([key])]
             doing = {
-                str(rank): f"{heard.beat.get('phase')}{_doing(heard.beat)}"
+                str(rank): f"{heard.beat.get('phase')}{activity(heard.beat)}"
                 for rank in late[:8]
                 if (heard := self._watch.heard.get(rank))
             }
@@ -325,7 +183,7 @@ class Pulse:
         if cause is None:
             return
         now = time.monotonic()
-        progress = _progress(self.state)
+        progress = progress_of(self.state)
         if self._grace_from is None:
             self._tell("peer_failed", cause=cause.describe(), grace=self._deadlines.grace)
             self._grace_from, self._grace_progress = now, progress

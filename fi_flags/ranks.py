@@ -3,7 +3,7 @@
 A store, not a process group: the model's collectives and ours cannot be mixed up, no group has to
 be made, every wait has its own deadline, and a rank that has not come is simply a missing key.
 One code path serves TCP stores between processes and a ``HashStore`` between threads; a single
-rank needs no store at all. Everything on the wire is JSON. Who lives is judged in ``pulse.py``.
+rank needs no store at all. Everything on the wire is JSON. Who lives is judged in ``watch.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fi_flags.errors import FlagsError, RanksError
-from fi_flags.pulse import FAILURE, GONE, Deadlines, EndProcess, Failure, Pulse, Tell, post_first
+from fi_flags.pulse import FAILURE, GONE, EndProcess, Pulse, Tell, post_first
+from fi_flags.watch import Deadlines, Failure
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -128,7 +129,9 @@ class Meeting:
         self._last_vote = 0
         with _store_errors():
             self._wire, second = _open(ranks)
-            self._pulse = Pulse(ranks, second, deadlines, tell, end_process)
+            self._pulse = Pulse(
+                ranks.rank, ranks.world, ranks.host, second, deadlines, tell, end_process
+            )
 
     # -- speaking ---------------------------------------------------------------------------
 

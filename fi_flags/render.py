@@ -16,9 +16,9 @@ __all__ = ["console", "render_explanation", "render_report"]
 
 _MEANING = {
     "uncached": "every rank tuned for itself; nothing was kept",
-    "cold": "nothing was stored yet: tuned, and kept for the next start",
+    "cold": "tuned from the beginning",
     "warm": "served from the stored table; nothing was tuned",
-    "topped_up": "served from the stored table; what it lacked was tuned and added",
+    "topped_up": "served from the stored table; what it lacked was tuned",
     "untuned": "served with FlashInfer's defaults; nothing was tuned or written",
 }
 
@@ -61,7 +61,7 @@ def render_explanation(
 def render_report(report: Mapping[str, Any], out: Console) -> None:
     """Print decision, plan, outcome, one row per rank, the table and the seconds saved."""
     decision, plan, table = report["decision"], report["plan"], report["table"]
-    kept = [("table", f"{table['entries']} entries in {table['path']}")] if table else []
+    kept = [("table", f"{table['entries']} entries, {_kept(table)}")] if table else []
     _print_block(
         out,
         ("decision", f"{decision['strategy']}, {decision['reason']}: {decision['message']}"),
@@ -89,6 +89,12 @@ def _print_block(out: Console, *rows: tuple[str, str]) -> None:
     for name, value in rows:
         block.add_row(Text(name), Text(value))
     out.print(block)
+
+
+def _kept(table: Mapping[str, Any]) -> str:
+    if table["kept"] is False:
+        return f"not kept (the log says why): {table['path']}"
+    return f"kept for the next start: {table['path']}"
 
 
 def _seconds(report: Mapping[str, Any]) -> str:

@@ -7,8 +7,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from fi_flags.ballots import Tally
 from fi_flags.decision import Decision
-from fi_flags.plan import Plan, Tally
+from fi_flags.plan import Plan
 
 __all__ = ["Outcome", "RankReport", "Report", "TableReport"]
 
@@ -25,12 +26,16 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class TableReport:
-    """The group's table: its file on this rank's machine, and what it serves."""
+    """The group's table: its file on this rank's machine, and what it serves.
+
+    Attributes:
+        kept: Whether the file holds these entries now; None where another rank sees to that.
+    """
 
     path: str
     entries: int
     digest: str
-    written: bool
+    kept: bool | None
 
 
 @dataclass(frozen=True)

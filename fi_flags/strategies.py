@@ -20,9 +20,11 @@ from typing import Any, Protocol
 from structlog.stdlib import BoundLogger
 
 from fi_flags import logs
+from fi_flags.ballots import Ballot, Tally
 from fi_flags.decision import Reason
 from fi_flags.errors import FlagsError, RanksError, WorkloadError
-from fi_flags.plan import Action, Ballot, Next, Plan, Tally, after_run, all_loaded, publishers
+from fi_flags.exchange import exchange
+from fi_flags.plan import Action, Next, Plan, after_run, all_loaded, publishers
 from fi_flags.ranks import Meeting
 from fi_flags.report import Outcome, TableReport
 from fi_flags.settings import OnFailure
@@ -31,11 +33,9 @@ from fi_flags.table import (
     Entries,
     Table,
     Verdict,
-    content_digest,
     merge,
     serving_digest,
     split_ops,
-    surplus,
 )
 from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
 from fi_flags.workloads import Workload
@@ -137,6 +137,8 @@ class LeaderWorker:
                 )
                 return Result(Outcome.UNCACHED, plan, tallies)
         outcome = _outcome(plan, tallies)
+        if outcome is Outcome.UNTUNED:
+            return Result(outcome, plan, [dataclasses.replace(t, digest="") for t in tallies])
         table = self._publish(crew, plan, outcome, run, tallies, stored)
         return Result(outcome, plan, tallies, table)
 
@@ -148,13 +150,16 @@ class LeaderWorker:
         stored: Entries = {}
         with _attempt() as attempt:
             expected = crew.ballots[plan.leader].digest
-            stored = _exchange(crew, plan, own, expected=expected) if plan.exchange else own
+            stored = own
+            if plan.exchange:
+                stored = exchange(crew.meeting, plan.leader, own, expected=expected)
             wanted, _ = split_ops(stored, plan.skip_ops)
             crew.tuner.load(wanted, self.stamps)
         host, error = crew.meeting.ranks.host, attempt.error
         tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
         refused = all_loaded(_vote(crew, tally))
         if refused:
+            crew.tuner.give_back(before)
             return plan.without_table(f"the table could not be loaded: {refused}"), {}
         return plan, stored
 
@@ -163,7 +168,7 @@ class LeaderWorker:
         crew.meeting.at("merge")
         before = crew.tuner.snapshot()
         with _attempt() as attempt:
-            merged = _exchange(crew, plan, run.served, error=error)
+            merged = exchange(crew.meeting, plan.leader, run.served, error=error)
             crew.tuner.load(merged, self.stamps)
             run.note_served(merged)
         tallies = _vote(crew, run.tally(attempt.error))
@@ -183,24 +188,24 @@ class LeaderWorker:
         tallies: Sequence[Tally],
         stored: Entries,
     ) -> TableReport | None:
-        """Write the table where it is not yet; a failure is a warning, on the leader's disk."""
-        if plan.action not in (Action.COLD, Action.WARM):
-            return None
+        """Write the table where it is not yet; a failure is one warning for each disk."""
         if not run.served and not stored:
             if crew.rank == 0:
                 crew.log.info(logs.NOTHING_TO_TUNE)
             return None
         entries = merge([run.served, stored])
-        written = False
-        if plan.publish and crew.rank in publishers(crew.ballots):
-            crew.meeting.at("publish")
-            table = Table(entries, self.stamps, self._about(crew, plan, outcome, tallies))
-            try:
-                if self.found.table is None or self.found.table.entries != entries:
-                    written = self.store.publish(table)
-            except (OSError, FlagsError) as error:
-                crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=str(error))
-        return TableReport(str(self.store.path), len(entries), tallies[0].digest, written)
+        kept: bool | None = None
+        if crew.rank in publishers(crew.ballots):
+            kept = self.found.table is not None and self.found.table.entries == entries
+            if plan.publish and not kept:
+                crew.meeting.at("publish")
+                table = Table(entries, self.stamps, self._about(crew, plan, outcome, tallies))
+                try:
+                    self.store.publish(table)
+                    kept = True
+                except (OSError, FlagsError) as error:
+                    crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=str(error))
+        return TableReport(str(self.store.path), len(entries), tallies[0].digest, kept)
 
     def _about(
         self, crew: Crew, plan: Plan, outcome: Outcome, tallies: Sequence[Tally]
@@ -311,38 +316,6 @@ def _attempt() -> Iterator[_Attempt]:
         attempt.error = f"{type(error).__name__}: {error}"
 
 
-def _exchange(
-    crew: Crew, plan: Plan, own: Entries, *, expected: str = "", error: str = ""
-) -> Entries:
-    """Bring the ranks' tables together: the leader's, plus what others have beyond it.
-
-    The leader's entries go to all once; each other rank sends back only the calls that those do
-    not answer, mostly none. A rank that has an error says it here, since all must take part.
-
-    Raises:
-        ValueError: Some rank has an error, or the leader's table is not the one it voted.
-    """
-    meeting, leader = crew.meeting, plan.leader
-    lead = meeting.share(leader, {"entries": own, "error": error} if crew.rank == leader else None)
-    if expected and content_digest(lead["entries"]) != expected:
-        error = error or "the leader's table arrived with another digest than it voted"
-    more = {} if crew.rank == leader else surplus(lead["entries"], own)
-    parts = meeting.gather(leader, {"entries": more, "error": error})
-    whole = None
-    if parts is not None:
-        errors = [
-            f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]
-        ]
-        whole = {
-            "entries": merge(part["entries"] for part in parts) if not errors else {},
-            "error": "; ".join(errors),
-        }
-    rest = meeting.share(leader, whole)
-    if rest["error"]:
-        raise ValueError(rest["error"])
-    return {**lead["entries"], **rest["entries"]}
-
-
 def _failed(
     crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run, before: Snapshot
 ) -> Result:
@@ -352,8 +325,9 @@ def _failed(
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.on_failure is OnFailure.UNTUNED:
+        crew.tuner.give_back(before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
-        return Result(Outcome.UNTUNED, plan, tallies)
+        return Result(Outcome.UNTUNED, plan, [tally.given_back() for tally in tallies])
     raise WorkloadError(
         message,
         hint="every rank stops, since the others cannot go on without it",

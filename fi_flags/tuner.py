@@ -400,8 +400,7 @@ class Tuner:
         if logger is not None:
             logger.addFilter(only_warnings)
         if isinstance(bars, types.ModuleType):
-            silent = functools.partial(bars.tqdm, disable=True)
-            module.tqdm = types.SimpleNamespace(tqdm=silent)  # type: ignore[attr-defined]
+            module.tqdm = types.SimpleNamespace(tqdm=_NoBar)  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -409,6 +408,19 @@ class Tuner:
                 module.tqdm = bars  # type: ignore[attr-defined]
             if logger is not None:
                 logger.removeFilter(only_warnings)
+
+
+class _NoBar:
+    """In place of a tqdm bar; a disabled one would still make a semaphore for all processes."""
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        pass
+
+    def update(self, _done: int = 1) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _WarningsOnly(logging.Filter):

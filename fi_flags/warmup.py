@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from structlog.stdlib import BoundLogger
 
 from fi_flags import logs
+from fi_flags.ballots import Ballot
 from fi_flags.decision import Decision, Reason, Strategy, decide
 from fi_flags.errors import FlagsError, RanksError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import load_gates
-from fi_flags.plan import Action, Ballot, Plan, make_plan
-from fi_flags.pulse import Deadlines
+from fi_flags.plan import Action, Plan, make_plan
 from fi_flags.ranks import Meeting, Ranks
 from fi_flags.report import Outcome, Report, rank_reports
 from fi_flags.settings import (
@@ -33,6 +33,7 @@ from fi_flags.settings import (
 from fi_flags.store import Store, environment_name, workload_name
 from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
 from fi_flags.tuner import OnStep, Tuner
+from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
 
 __all__ = ["flashinfer_autotune", "warm_up"]
@@ -179,7 +180,9 @@ def _prepare(
         )
         known = error if isinstance(error, FlagsError) else None
         return _Ready(Ballot(**fields, error=text), error=known)
-    fields["features"] = tuner.features
+    # Averaging timings takes a release that can, and a group to do it in.
+    grouped = ranks.process_group is not None
+    fields["features"] = tuple(n for n in tuner.features if grouped or n != "process_group")
     if not _looks_up(decision, ranks.rank):
         return _Ready(Ballot(**fields), tuner)
     try:
@@ -196,6 +199,7 @@ def _prepare(
             "digest": table.about["digest"] if table else "",
             "cold_seconds": float(table.about.get("cold_seconds") or 0.0) if table else 0.0,
             "place": str(cached.store.path),
+            "writable": cached.store.writable(),
         }
     except Exception as error:  # noqa: BLE001 - a cache never stops a start
         return _Ready(Ballot(**fields, unusable=f"{type(error).__name__}: {error}"), tuner)

@@ -183,7 +183,8 @@ def test_on_a_terminal_a_person_sees_a_bar_and_no_json(tmp_path: Path) -> None:
     assert "fi_flags_cpu::" in text
     assert "[AutoTuner]" not in text
     assert '"event"' not in text
-    assert "cold: nothing was stored yet" in text
+    assert "cold: tuned from the beginning" in text
+    assert "kept for the next start" in text
 
 
 def call(*options: str) -> Any:
