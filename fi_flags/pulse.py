@@ -131,10 +131,14 @@ class Pulse:
                 self._look()
                 self._report()
             except RuntimeError as error:  # torch's DistError family
-                cause = f"the ranks' store does not answer: {error}".splitlines()[0]
-                self._gone = Failure("lost", (0,), "", str(self.state["phase"]), cause)
+                self._give_up((0,), f"the ranks' store does not answer: {error}")
+            except Exception as error:  # noqa: BLE001 - a silent pulse would look like a dead rank
+                self._give_up((self._rank,), f"its pulse stopped: {type(error).__name__}: {error}")
             if self._inside and (self._failure or self._gone):
                 self._bring_out()
+
+    def _give_up(self, ranks: tuple[int, ...], cause: str) -> None:
+        self._gone = Failure("lost", ranks, "", str(self.state["phase"]), cause.splitlines()[0])
 
     def _post(self, **more: Any) -> None:  # noqa: ANN401 - JSON
         self._beats += 1

@@ -124,6 +124,10 @@ class Store:
             yield
             return
         try:
+            # Only who holds the lock writes here, so what lies about is from one who was killed.
+            for leftover in self.path.parent.glob(f".{self.path.stem}.*.tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
             yield
         finally:
             lock.release()
@@ -157,7 +161,8 @@ def _write_whole(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             # mkstemp makes the file private; a table is for every rank and user of the volume.
-            os.fchmod(descriptor, 0o644)
+            with contextlib.suppress(OSError):  # some mounts know no modes
+                os.fchmod(descriptor, 0o644)
             file.write(data)
             file.flush()
             os.fsync(descriptor)

@@ -45,10 +45,15 @@ __all__ = ["Crew", "LeaderWorker", "PerRank", "Result", "Strategy"]
 
 @dataclass(frozen=True)
 class Crew:
-    """What a strategy works with on this rank."""
+    """What a strategy works with on this rank.
+
+    Attributes:
+        before: What the tuner held before the warm-up.
+    """
 
     meeting: Meeting
     tuner: Tuner
+    before: Snapshot | None
     workload: Workload
     ballots: Sequence[Ballot]
     log: BoundLogger
@@ -89,12 +94,13 @@ class PerRank:
 
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Run, and vote; the vote is the barrier, and carries a failure to every rank."""
-        before = crew.tuner.snapshot()
         run = _Run(crew, plan)
         run.go(tune=True, alone=False)
+        with _attempt():  # counts are for the report only
+            run.count()
         tallies = _vote(crew, run.tally())
         if after_run(plan, tallies) is Next.FAIL:
-            return _failed(crew, plan, tallies, run, before)
+            return _failed(crew, plan, tallies, run)
         return Result(Outcome.UNCACHED, plan, tallies)
 
 
@@ -116,19 +122,19 @@ class LeaderWorker:
 
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Load, run, merge where ranks differ, publish."""
-        before = crew.tuner.snapshot()
         stored: Entries = {}
         if plan.action is Action.WARM:
             plan, stored = self._load(crew, plan)
         run = _Run(crew, plan)
         run.go(tune=crew.rank in plan.tuners, alone=True)
         with _attempt() as attempt:
+            run.count()
             run.note_served(split_ops(stored, plan.skip_ops)[0])
         # Ranks that could not say what they serve differ from all others, so a merge follows.
         tallies: Sequence[Tally] = _vote(crew, run.tally(attempt.error))
         following = after_run(plan, tallies)
         if following is Next.FAIL:
-            return _failed(crew, plan, tallies, run, before)
+            return _failed(crew, plan, tallies, run)
         if following is Next.MERGE:
             refused, tallies = self._merge(crew, plan, run, attempt.error)
             if refused:
@@ -145,7 +151,7 @@ class LeaderWorker:
     def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries]:
         """Bring the table to every rank and load it; vote 2 says whether that worked."""
         crew.meeting.at("load")
-        before = crew.tuner.snapshot()
+        undo: Snapshot | None = None
         own = self.found.table.entries if self.found.table else {}
         stored: Entries = {}
         with _attempt() as attempt:
@@ -154,29 +160,29 @@ class LeaderWorker:
             if plan.exchange:
                 stored = exchange(crew.meeting, plan.leader, own, expected=expected)
             wanted, _ = split_ops(stored, plan.skip_ops)
-            crew.tuner.load(wanted, self.stamps)
+            undo = crew.tuner.load(wanted, self.stamps)
         host, error = crew.meeting.ranks.host, attempt.error
         tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
         refused = all_loaded(_vote(crew, tally))
         if refused:
-            crew.tuner.give_back(before)
+            _give_back(crew, undo)
             return plan.without_table(f"the table could not be loaded: {refused}"), {}
         return plan, stored
 
     def _merge(self, crew: Crew, plan: Plan, run: _Run, error: str) -> tuple[str, Sequence[Tally]]:
         """Bring what the ranks tuned together, so that all serve the same; vote 4."""
         crew.meeting.at("merge")
-        before = crew.tuner.snapshot()
+        undo: Snapshot | None = None
         with _attempt() as attempt:
             merged = exchange(crew.meeting, plan.leader, run.served, error=error)
-            crew.tuner.load(merged, self.stamps)
+            undo = crew.tuner.load(merged, self.stamps)
             run.note_served(merged)
         tallies = _vote(crew, run.tally(attempt.error))
         refused = all_loaded(tallies)
         if not refused and len({t.digest for t in tallies}) > 1:
             refused = "the ranks serve different tactics after a merge"
         if refused:
-            crew.tuner.give_back(before)
+            _give_back(crew, undo)
         return refused, tallies
 
     def _publish(
@@ -252,11 +258,16 @@ class _Run:
                 ) as seen,
             ):
                 crew.workload.run()
-            self._seen, self._counts = seen, crew.tuner.counts(seen)
+            self._seen = seen
         except Exception as error:  # noqa: BLE001 - it becomes this rank's tally
             self.cause = error
             crew.meeting.fail(error)
         self._seconds = round(time.perf_counter() - began, 3)
+
+    def count(self) -> None:
+        """Take note of what the run loaded, tuned and missed; before anything is settled."""
+        if self._seen is not None:
+            self._counts = self._crew.tuner.counts(self._seen)
 
     def note_served(self, also: Entries) -> None:
         """Settle what the workload looked up, and take note of what serves it and ``also``."""
@@ -316,16 +327,26 @@ def _attempt() -> Iterator[_Attempt]:
         attempt.error = f"{type(error).__name__}: {error}"
 
 
-def _failed(
-    crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run, before: Snapshot
-) -> Result:
+def _give_back(crew: Crew, held: Snapshot | None) -> None:
+    """Put back what the tuner held, after a vote: where even that fails, go on with what is there.
+
+    The group's votes must stay in step; what a rank then serves is compared in the next one.
+    """
+    with _attempt() as attempt:
+        if held is not None:
+            crew.tuner.give_back(held)
+    if attempt.error:
+        crew.log.warning(logs.NOT_GIVEN_BACK, why=attempt.error)
+
+
+def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Result:
     """Every rank came back out, and some failed: raise on all, or serve untuned on all."""
     failed = [t for t in tallies if not t.ran]
     text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.on_failure is OnFailure.UNTUNED:
-        crew.tuner.give_back(before)
+        _give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
         return Result(Outcome.UNTUNED, plan, [tally.given_back() for tally in tallies])
     raise WorkloadError(

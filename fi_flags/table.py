@@ -73,6 +73,14 @@ class Table:
     stamps: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def cold_seconds(self) -> float:
+        """How long the cold start took that made the table, or 0 if it does not say."""
+        seconds = self.about.get("cold_seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            return 0.0
+        return max(0.0, float(seconds))
+
     def render(self) -> bytes:
         """The file's bytes: FlashInfer's format, metadata first, keys sorted, our digest fresh."""
         about = {"schema": SCHEMA, **self.about, "digest": content_digest(self.entries)}

@@ -7,6 +7,7 @@ already given up.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from fi_flags.settings import (
 )
 from fi_flags.store import Store, environment_name, workload_name
 from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
-from fi_flags.tuner import OnStep, Tuner
+from fi_flags.tuner import OnStep, Snapshot, Tuner
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
 
@@ -92,7 +93,7 @@ def warm_up(
         assert ready.tuner is not None  # noqa: S101 - or its ballot had an error
         if ranks.rank == 0:
             _say(log, logs.PLAN, plan, votes=meeting.votes)
-        crew = Crew(meeting, ready.tuner, workload, ballots, log, on_step)
+        crew = Crew(meeting, ready.tuner, ready.before, workload, ballots, log, on_step)
         cached = plan.action is not Action.UNCACHED and ready.cached is not None
         strategy = ready.cached if cached and ready.cached else PerRank()
         result = strategy.carry_out(crew, plan)
@@ -155,6 +156,7 @@ class _Ready:
 
     ballot: Ballot
     tuner: Tuner | None = None
+    before: Snapshot | None = None
     cached: LeaderWorker | None = None
     error: FlagsError | None = None
 
@@ -183,8 +185,11 @@ def _prepare(
     # Averaging timings takes a release that can, and a group to do it in.
     grouped = ranks.process_group is not None
     fields["features"] = tuple(n for n in tuner.features if grouped or n != "process_group")
+    before: Snapshot | None = None
+    with contextlib.suppress(Exception):  # it is only missed where a warm-up fails
+        before = tuner.snapshot()
     if not _looks_up(decision, ranks.rank):
-        return _Ready(Ballot(**fields), tuner)
+        return _Ready(Ballot(**fields), tuner, before)
     try:
         cached = _cached(workload, fields["workload"], ranks, settings, tuner)
         found = cached.found
@@ -197,13 +202,13 @@ def _prepare(
             "why": found.why,
             "entries": len(table.entries) if table else 0,
             "digest": table.about["digest"] if table else "",
-            "cold_seconds": float(table.about.get("cold_seconds") or 0.0) if table else 0.0,
+            "cold_seconds": table.cold_seconds if table else 0.0,
             "place": str(cached.store.path),
             "writable": cached.store.writable(),
         }
     except Exception as error:  # noqa: BLE001 - a cache never stops a start
-        return _Ready(Ballot(**fields, unusable=f"{type(error).__name__}: {error}"), tuner)
-    return _Ready(Ballot(**fields), tuner, cached)
+        return _Ready(Ballot(**fields, unusable=f"{type(error).__name__}: {error}"), tuner, before)
+    return _Ready(Ballot(**fields), tuner, before, cached)
 
 
 def _cached(

@@ -562,3 +562,14 @@ def test_a_bad_table_that_someone_else_moved_aside_does_not_stop_publication(
 
     monkeypatch.setattr(Store, "read", and_lose)
     assert place.publish(table())
+
+
+def test_what_a_killed_writer_left_behind_is_swept_by_the_next(place: Store) -> None:
+    place.publish(table())
+    leftover = place.path.with_name(f".{place.path.stem}.1.abc.tmp")
+    leftover.write_text("half a ta")
+    other = place.path.with_name(".another.1.abc.tmp")
+    other.write_text("not ours")
+    place.publish(table("new"))
+    assert other.exists()
+    assert not leftover.exists()

@@ -528,3 +528,10 @@ def test_flashinfers_own_bookkeeping_is_no_entry() -> None:
     verdict = judge(json.dumps(document).encode(), STAMPS)
     assert verdict.table is not None
     assert not {"_records", "_generation"} & verdict.table.entries.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "read"), [(2, 2.0), (1.5, 1.5), (-1, 0.0), ("long", 0.0), (True, 0.0), (None, 0.0)]
+)
+def test_cold_seconds_are_a_number_or_nothing(said: Any, read: float) -> None:
+    assert Table({}, {}, {"cold_seconds": said}).cold_seconds == read
