@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RANKS  ?= 2
 
-.PHONY: run test full lint types unit clean
+.PHONY: run test full lint types unit generate clean
 
 run: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" RANKS=$(RANKS) sh docs/demo.sh
@@ -28,6 +28,9 @@ unit: $(STAMP)
 	$(BIN)/coverage run -m pytest -m "not full" $(PYTEST_ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+generate: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

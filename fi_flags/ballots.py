@@ -24,6 +24,8 @@ class Ballot:
 
     Attributes:
         settings: The settings that change the plan, by name (``settings.plan_values``).
+        gate_ops: Ops that this rank's gates forbid, where the group uses the cache.
+        no_sync: The gate that forbids averaging timings, or empty.
         environment: FlashInfer's stamps; empty where the rank decided per-rank, since off means
             that nothing is looked up.
         unusable: Why this rank's FlashInfer cannot serve a stored table, or empty.
@@ -40,6 +42,8 @@ class Ballot:
     strategy: str = Strategy.PER_RANK.value
     reason: str = Reason.DEFAULT_OFF.value
     settings: Mapping[str, Any] = field(default_factory=dict)
+    gate_ops: tuple[str, ...] = ()
+    no_sync: str = ""
     workload: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     features: tuple[str, ...] = ()
@@ -57,7 +61,7 @@ class Ballot:
     def to_json(self) -> dict[str, Any]:
         """The ballot as it goes over the wire; long texts are cut, so its size is bounded."""
         fields = dataclasses.asdict(self)
-        for name in ("host", "workload", "unusable", "why", "place", "error"):
+        for name in ("host", "workload", "unusable", "why", "place", "error", "no_sync"):
             fields[name] = cut(fields[name], 500)
         fields["environment"] = {name: cut(text) for name, text in self.environment.items()}
         return fields
@@ -67,7 +71,8 @@ class Ballot:
         """Read a ballot; names that this version does not know are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         given = {name: value for name, value in fields.items() if name in known}
-        given["features"] = tuple(given.get("features", ()))
+        for name in ("features", "gate_ops"):
+            given[name] = tuple(given.get(name, ()))
         return cls(**given)
 
 
@@ -78,6 +83,7 @@ class Tally:
     Attributes:
         ok: Whether the step succeeded on this rank.
         ran: Whether the workload itself did.
+        aborted: Whether torch's groups were broken to bring this rank out of the model.
         error: Why not.
         digest: Of the tactics that the rank's tuner serves for this workload.
         loaded, tuned, missing, failed: Counts of profiles.
@@ -88,6 +94,7 @@ class Tally:
     host: str = ""
     ok: bool = True
     ran: bool = True
+    aborted: bool = False
     error: str = ""
     digest: str = ""
     entries: int = 0

@@ -6,29 +6,39 @@ person go to standard error.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from fi_flags import __version__
 from fi_flags.decision import decide
-from fi_flags.errors import FlagsError
-from fi_flags.facts import gather_facts
-from fi_flags.gates import load_gates
+from fi_flags.errors import FlagsError, SettingsError
+from fi_flags.facts import Facts, gather_facts
+from fi_flags.gates import NOT_PROBED, Gate, load_gates
 from fi_flags.layers import PREFIX
-from fi_flags.logs import SETTING_WARNING, get_logger, setup_cli_logging
+from fi_flags.logs import (
+    PROBE_DISAGREES,
+    PROBE_FAILED,
+    SETTING_WARNING,
+    get_logger,
+    setup_cli_logging,
+)
+from fi_flags.rollout import preview
 from fi_flags.settings import FlashInferSettings, describe
+
+if TYPE_CHECKING:
+    from fi_flags.probe import Probed
 
 app = typer.Typer(
     help="A feature flag for FlashInfer's persistent autotune cache.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -40,6 +50,11 @@ Config: TypeAlias = Annotated[
     typer.Option(
         "--config", metavar="FILE", help=f"Settings file, in place of {PREFIX}FLAGS_FILE."
     ),
+]
+
+
+Probe: TypeAlias = Annotated[
+    bool, typer.Option("--probe", help="Also try the installed FlashInfer, in a child process.")
 ]
 
 
@@ -87,7 +102,19 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def _version(on: bool) -> None:  # noqa: FBT001 - typer calls it so
     if on:
-        typer.echo(f"fi-flags {__version__}")
+        facts = gather_facts()
+        gpu = f"{facts.gpu} ({facts.arch}), driver {facts.driver}" if facts.gpu else None
+        for name, version in {
+            "fi-flags": __version__,
+            "Python": facts.python,
+            "FlashInfer": facts.flashinfer,
+            "torch": facts.torch,
+            "CUDA": facts.cuda,
+            "vLLM": facts.vllm,
+            "SGLang": facts.sglang,
+            "GPU": gpu,
+        }.items():
+            typer.echo(f"{name} {version or 'none'}")
         raise typer.Exit
 
 
@@ -98,7 +125,7 @@ def _root(
         bool,
         typer.Option(
             "--version",
-            help="Show the version and exit.",
+            help="Show the versions that a bug report needs, and exit.",
             callback=_version,
             is_eager=True,
         ),
@@ -108,10 +135,12 @@ def _root(
 
 
 @app.command()
-def explain(*, as_json: AsJson = False, config: Config = None) -> None:
+def explain(*, probe: Probe = False, as_json: AsJson = False, config: Config = None) -> None:
     """Show the decision for this machine, and every setting with its source."""
     with reported(as_json=as_json), configured(config) as settings:
-        decision = decide(settings, gather_facts(), load_gates())
+        facts, known = gather_facts(), load_gates(settings.gates_file)
+        found = _probed(known, facts).found if probe else NOT_PROBED
+        decision = decide(settings, facts, known, probed=found)
         described = describe(settings)
         if as_json:
             print_json({"decision": decision.to_json(), "settings": described})
@@ -119,6 +148,57 @@ def explain(*, as_json: AsJson = False, config: Config = None) -> None:
             from fi_flags.render import console, render_explanation  # noqa: PLC0415 - no JSON
 
             render_explanation(decision, described, console())
+
+
+@app.command()
+def gates(*, probe: Probe = False, as_json: AsJson = False, config: Config = None) -> None:
+    """Show each upstream defect, whether it closes a gate here, and why."""
+    with reported(as_json=as_json), configured(config) as settings:
+        facts, known = gather_facts(), load_gates(settings.gates_file)
+        probed = _probed(known, facts) if probe else None
+        found = probed.found if probed else NOT_PROBED
+        listed = [_gate_json(gate, facts, found) for gate in known]
+        if as_json:
+            print_json({"gates": listed, "probe": probed and probed.to_json()})
+        else:
+            from fi_flags.render import console, render_gates  # noqa: PLC0415
+
+            failed = f"it did not run: {probed.failure}" if probed and probed.failure else "it ran"
+            render_gates(listed, failed if probed else "not asked for; see --probe", console())
+
+
+@app.command()
+def rollout(
+    *,
+    ids: Annotated[
+        Path,
+        typer.Option(
+            "--ids",
+            metavar="FILE",
+            help="One id a line; blank lines and those with # are left out; - is standard input.",
+        ),
+    ],
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Show which deployments the roll-out's percentage and salt include, by their ids."""
+    with reported(as_json=as_json), configured(config) as settings:
+        places = preview(settings, _read_ids(ids))
+        included = sum(one.included for one in places)
+        document = {
+            "percent": settings.rollout_percent,
+            "salt": settings.rollout_salt,
+            "total": len(places),
+            "included": included,
+            "share": round(included / len(places) * 100, 3) if places else None,
+            "ids": [dataclasses.asdict(one) for one in places],
+        }
+        if as_json:
+            print_json(document)
+        else:
+            from fi_flags.render import console, render_rollout  # noqa: PLC0415
+
+            render_rollout(document, console())
 
 
 @app.command()
@@ -140,7 +220,8 @@ def warmup(
     from fi_flags.launch import Job, launch  # noqa: PLC0415 - brings torch's launcher along
 
     with reported(as_json=as_json):
-        FlashInferSettings.load(config=config)  # a bad value is told before any rank starts
+        # A bad value is told before any rank starts.
+        load_gates(FlashInferSettings.load(config=config).gates_file)
         bar = sys.stderr.isatty() and not as_json
         job = Job(device=device.value, tokens=tokens, config=config, bar=bar)
         report = launch(job, ranks)
@@ -152,6 +233,49 @@ def warmup(
             from fi_flags.render import console, render_report  # noqa: PLC0415
 
             render_report(report, console())
+
+
+def _probed(known: Sequence[Gate], facts: Facts) -> Probed:
+    """What the probes find; where that is not what the versions say, the log says so."""
+    from fi_flags.probe import run_probes  # noqa: PLC0415 - a start without --probe is faster
+
+    probed = run_probes()
+    log = get_logger()
+    if probed.failure:
+        log.warning(PROBE_FAILED, message="the table of versions stands", cause=probed.failure)
+    for gate in known:
+        standing = gate.standing(facts, probed.found)
+        if standing.contradicted:
+            log.warning(PROBE_DISAGREES, gate=gate.id, message=standing.evidence)
+    return probed
+
+
+def _gate_json(gate: Gate, facts: Facts, found: Mapping[str, bool]) -> dict[str, Any]:
+    standing = gate.standing(facts, found)
+    return {
+        "id": gate.id,
+        "title": gate.title,
+        "state": standing.state,
+        "url": gate.url,
+        "fixed_in": gate.fixed_in,
+        "evidence": standing.evidence,
+    }
+
+
+def _read_ids(path: Path) -> list[str]:
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        lines = [line.strip() for line in data.decode("utf-8-sig").splitlines()]
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{path} cannot be read: {error}",
+            hint="--ids takes a text file of ids, one a line, or - for standard input",
+            name="--ids",
+            value=str(path),
+            source="command line",
+            accepted="a readable text file",
+        ) from None
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _error_json(error: FlagsError) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from fi_flags.facts import Facts
-from fi_flags.gates import Gate
+from fi_flags.gates import NOT_PROBED, Effect, Gate, State
 from fi_flags.layers import DEFAULT
 from fi_flags.rollout import roll_out
 from fi_flags.settings import JSON, TODO_LINKS, FlashInferSettings, Mode
@@ -54,7 +54,7 @@ class GateRecord:
     """A gate that was consulted, and how it stood."""
 
     id: str
-    state: Literal["open", "closed"]
+    state: State
     url: str
 
 
@@ -70,6 +70,9 @@ class Decision:
         message: The same for a person, in a line.
         todo: Links to what has to happen upstream before this changes.
         gates: The gates consulted.
+        skip_ops: Ops that gates forbid to tune or load; none where the cache is not used.
+        sync_forbidden: The gate that forbids averaging timings over the group, or an empty text;
+            the same.
         source: Where the deciding value came from: `default`, `env`, `dotenv`,
             `toml:<path>` or `init`.
     """
@@ -81,6 +84,8 @@ class Decision:
     message: str
     todo: tuple[str, ...] = ()
     gates: tuple[GateRecord, ...] = ()
+    skip_ops: tuple[str, ...] = ()
+    sync_forbidden: str = ""
     source: str = DEFAULT
 
     @property
@@ -89,13 +94,19 @@ class Decision:
         if self.reason is Reason.INVALID_SETTING:
             return "error"
         refused = self.reason in _REFUSALS and self.mode is not Mode.AUTO
-        forced = self.mode is Mode.FORCE and any(gate.state == "closed" for gate in self.gates)
+        forced = self.reason is Reason.OPERATOR_FORCED and bool(self.todo)
         return "warning" if refused or forced or self.reason in _FAULTS else "info"
 
     def overruled(self, reason: Reason, message: str) -> Decision:
         """This decision after something later has sent the group back to per-rank."""
         return replace(
-            self, enabled=False, strategy=Strategy.PER_RANK, reason=reason, message=message
+            self,
+            enabled=False,
+            strategy=Strategy.PER_RANK,
+            reason=reason,
+            message=message,
+            skip_ops=(),
+            sync_forbidden="",
         )
 
     def to_json(self) -> dict[str, JSON]:
@@ -109,11 +120,18 @@ class Decision:
             "todo": list(self.todo),
             "source": self.source,
             "gates": [{"id": gate.id, "state": gate.state, "url": gate.url} for gate in self.gates],
+            "skip_ops": list(self.skip_ops),
+            "sync_forbidden": self.sync_forbidden,
         }
 
 
 def decide(
-    settings: FlashInferSettings, facts: Facts, gates: Sequence[Gate], *, needs_cuda: bool = False
+    settings: FlashInferSettings,
+    facts: Facts,
+    gates: Sequence[Gate],
+    *,
+    needs_cuda: bool = False,
+    probed: Mapping[str, bool] = NOT_PROBED,
 ) -> Decision:
     """Decide by the mode table, for any settings on any machine.
 
@@ -122,23 +140,30 @@ def decide(
         facts: What is there.
         gates: The upstream defects to consult.
         needs_cuda: Whether the workload runs on a GPU.
+        probed: For each probe that ran, whether it found the defect.
     """
-    records = tuple(
-        GateRecord(gate.id, "closed" if gate.closed(facts) else "open", gate.url) for gate in gates
-    )
-    shut = [gate for gate in gates if gate.closed(facts)]
+    states = [gate.standing(facts, probed).state for gate in gates]
+    closed = [gate for gate, state in zip(gates, states, strict=True) if state == "closed"]
+    shut = [gate for gate in closed if gate.effect is Effect.CLOSE_CACHE]
     reason, message = _without_gates(settings, facts, needs_cuda=needs_cuda) or _with_gates(
         settings, facts, shut
     )
     enabled = reason in _ENABLING
+    skipping = [gate for gate in closed if enabled and gate.effect is Effect.SKIP_OPS]
+    unsynced = [gate.id for gate in closed if enabled and gate.effect is Effect.NO_SYNC]
+    skipped = "".join(f"; {gate.id} leaves out {', '.join(gate.ops)}" for gate in skipping)
     return Decision(
         enabled=enabled,
         mode=settings.persistent_cache,
         strategy=Strategy.LEADER_WORKER if enabled else Strategy.PER_RANK,
         reason=reason,
-        message=message,
+        message=message + skipped,
         todo=_links(reason, shut),
-        gates=records,
+        gates=tuple(
+            GateRecord(gate.id, state, gate.url) for gate, state in zip(gates, states, strict=True)
+        ),
+        skip_ops=tuple(sorted({op for gate in skipping for op in gate.ops})),
+        sync_forbidden=unsynced[0] if unsynced else "",
         source=_source(settings),
     )
 

@@ -2,41 +2,85 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fi_flags.ranks import Meeting
-from fi_flags.table import Entries, content_digest, merge, surplus
+from fi_flags.table import MAX_BYTES, Entries, content_digest, surplus, unanswered
 
 __all__ = ["exchange"]
 
 
 def exchange(
-    meeting: Meeting, leader: int, own: Entries, *, expected: str = "", error: str = ""
+    meeting: Meeting,
+    leader: int,
+    own: Entries,
+    *,
+    sites: Iterable[tuple[str, ...]] | None = None,
+    expected: str = "",
+    error: str = "",
 ) -> Entries:
     """Bring the ranks' tables together: the leader's, plus what others have beyond it.
 
-    The leader's entries go to all once; each other rank sends back only the calls that those do
-    not answer, mostly none. A rank that has an error says it here, since all must take part.
+    The leader's entries go to all once; each other rank sends back only what answers calls that
+    those do not answer, mostly nothing. All must take part in all three steps, so what goes wrong
+    on a rank, before or between them, is said in the next.
 
-    Between its three steps nothing is done that can fail on a table that was parsed.
+    Args:
+        meeting: The group's conversation; every rank calls this at the same place of it.
+        leader: The rank whose entries win.
+        own: This rank's entries.
+        sites: The calls of this rank's run, each as the file keys of all runners that could serve
+            it. They tell calls apart that share op, profile and extras but offer other runners.
+        expected: The digest that the leader voted for its table.
+        error: What went wrong on this rank already.
 
     Raises:
         ValueError: Some rank has an error, or the leader's table is not the one it voted.
     """
     rank = meeting.ranks.rank
-    lead = meeting.share(leader, {"entries": own, "error": error} if rank == leader else None)
-    if expected and content_digest(lead["entries"]) != expected:
-        error = error or "the leader's table arrived with another digest than it voted"
-    more = {} if error or rank == leader else surplus(lead["entries"], own)
-    parts = meeting.gather(leader, {"entries": more, "error": error})
-    rest = meeting.share(leader, None if parts is None else _together(parts))
+    first = _part(lambda: own, error)
+    lead = meeting.share(leader, first if rank == leader else None)
+
+    def beyond() -> Entries:
+        if expected and content_digest(lead["entries"]) != expected:
+            raise ValueError("the leader's table arrived with another digest than it voted")
+        if rank == leader:
+            return {}
+        return (
+            surplus(lead["entries"], own)
+            if sites is None
+            else unanswered(lead["entries"], own, sites)
+        )
+
+    parts = meeting.gather(leader, _part(beyond, error or first["error"]))
+    rest = meeting.share(leader, None if parts is None else _part(lambda: _together(parts)))
     if rest["error"]:
         raise ValueError(rest["error"])
     return {**lead["entries"], **rest["entries"]}
 
 
-def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the leader's table lacks, from all ranks; or what is wrong, with the rank's number."""
+def _part(entries: Callable[[], Entries], error: str = "") -> dict[str, Any]:
+    """What a rank sends: entries, or what went wrong with them."""
+    if not error:
+        try:
+            found = entries()
+            size = len(json.dumps(found))
+            if size <= MAX_BYTES:
+                return {"entries": found, "error": ""}
+            error = f"{size} bytes of entries are too many to share"
+        except Exception as failure:  # noqa: BLE001 - all must take part in the next step
+            error = f"{type(failure).__name__}: {failure}"
+    return {"entries": {}, "error": error}
+
+
+def _together(parts: list[dict[str, Any]]) -> Entries:
+    """What the leader's table lacks, from all ranks, the lowest rank's entry for each key."""
     errors = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]]
-    entries = {} if errors else merge(part["entries"] for part in parts)
-    return {"entries": entries, "error": "; ".join(errors)}
+    if errors:
+        raise ValueError("; ".join(errors))
+    entries: Entries = {}
+    for part in parts:
+        entries = {**part["entries"], **entries}
+    return entries

@@ -6,8 +6,11 @@ flashinfer is imported, and no CUDA context is made.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -30,6 +33,10 @@ class Facts:
         host: This machine's name.
         gpu: The GPU's name, or None without a driver or a visible device.
         capability: Its compute capability (major, minor).
+        driver: The version of its driver.
+        cuda: The CUDA version that torch was built for, or None for a CPU build.
+        vllm: vLLM's version, or None.
+        sglang: SGLang's version, or None.
         rank: This process's rank in the world.
         world: How many ranks there are.
         local_rank: Its rank on this machine.
@@ -42,6 +49,10 @@ class Facts:
     host: str
     gpu: str | None = None
     capability: tuple[int, int] | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    vllm: str | None = None
+    sglang: str | None = None
     rank: int = 0
     world: int = 1
     local_rank: int = 0
@@ -61,14 +72,19 @@ def gather_facts(environ: Mapping[str, str] | None = None) -> Facts:
     """
     environ = os.environ if environ is None else environ
     local_rank = _number(environ, "LOCAL_RANK", 0)
-    gpu, capability = _device(environ.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    gpu, capability, driver = _device(environ.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    torch = _version("torch", "torch")
     return Facts(
         flashinfer=_version("flashinfer", "flashinfer-python"),
-        torch=_version("torch", "torch"),
+        torch=torch,
         python=sys.version.split()[0],
         host=socket.gethostname(),
         gpu=gpu,
         capability=capability,
+        driver=driver,
+        cuda=_cuda(torch),
+        vllm=_version("vllm", "vllm"),
+        sglang=_version("sglang", "sglang"),
         rank=_number(environ, "RANK", 0),
         world=_number(environ, "WORLD_SIZE", 1),
         local_rank=local_rank,
@@ -96,8 +112,22 @@ def _version(module: str, distribution: str) -> str | None:
         return UNREADABLE
 
 
-def _device(visible: str | None, local_rank: int) -> tuple[str | None, tuple[int, int] | None]:
-    """Name and capability of the GPU that this rank would use, by NVML.
+def _cuda(torch: str | None) -> str | None:
+    """The CUDA version that torch names, as in 2.11.0+cu130; else that of its runtime package."""
+    local = (torch or "").partition("+")[2]
+    if local:
+        named = re.fullmatch(r"cu(\d+)(\d)", local)
+        return ".".join(named.groups()) if named else None
+    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
+
+
+def _device(
+    visible: str | None, local_rank: int
+) -> tuple[str | None, tuple[int, int] | None, str | None]:
+    """Name, capability and driver of the GPU that this rank would use, by NVML.
 
     NVML numbers every device of the machine; CUDA_VISIBLE_DEVICES says which of them, by
     number or by UUID, the process calls its first, second, ….
@@ -107,11 +137,12 @@ def _device(visible: str | None, local_rank: int) -> tuple[str | None, tuple[int
         names = [name.strip() for name in visible.split(",")]
         chosen = names[local_rank] if local_rank < len(names) else names[0]
     try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # importing pynvml costs more than to look for this
         import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - may be absent
 
         pynvml.nvmlInit()
     except Exception:  # noqa: BLE001 - no package, no library, no driver: no GPU
-        return None, None
+        return None, None, None
     try:
         handle = (
             pynvml.nvmlDeviceGetHandleByIndex(int(chosen))
@@ -119,9 +150,10 @@ def _device(visible: str | None, local_rank: int) -> tuple[str | None, tuple[int
             else pynvml.nvmlDeviceGetHandleByUUID(chosen)
         )
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-        return _text(pynvml.nvmlDeviceGetName(handle)), (major, minor)
+        name, driver = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlSystemGetDriverVersion()
+        return _text(name), (major, minor), _text(driver)
     except pynvml.NVMLError:
-        return None, None
+        return None, None, None
     finally:
         pynvml.nvmlShutdown()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from fi_flags.errors import DeviceError, FlagsError, RanksError
 from fi_flags.facts import gather_facts
-from fi_flags.logs import setup_cli_logging
+from fi_flags.logs import get_logger, setup_cli_logging
 from fi_flags.settings import FlashInferSettings
 from fi_flags.tuner import OnStep
 
@@ -96,7 +96,6 @@ def _elastic(job: Job, ranks: int) -> list[dict[str, Any]]:
         monitor_interval=0.1,
         start_method="forkserver",
     )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         results: dict[int, dict[str, Any]] = elastic_launch(config, _forked)(job)
         return [results[rank] for rank in sorted(results)]
@@ -134,6 +133,7 @@ def _forked(job: Job) -> dict[str, Any]:
     # The launcher passes a Ctrl-C on. Even inside a collective, where Python's own handler would
     # wait for its end, this rank dies at once; whatever it writes is renamed into place whole.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     return _rank(job, bound=True)
 
 
@@ -146,14 +146,13 @@ def _rank(job: Job, *, bound: bool) -> dict[str, Any]:
     from fi_flags.warmup import warm_up  # noqa: PLC0415
 
     torch.set_num_threads(1)  # small products: more threads cost more than they bring
-    if bound:
-        dist.init_process_group("gloo")
+    first = os.environ.get("RANK", "0") == "0" or not bound
     try:
         from fi_flags.workloads.cpu import CpuDecoder  # noqa: PLC0415
 
-        rank, world = (dist.get_rank(), dist.get_world_size()) if bound else (0, 1)
         settings = FlashInferSettings.load(config=job.config)
-        with _bar(shown=job.bar and rank == 0) as on_step, setup_cli_logging(settings.flags_log):
+        with _bar(shown=job.bar and first) as on_step, setup_cli_logging(settings.flags_log):
+            rank, world = _join(settings) if bound else (0, 1)
             decoder = CpuDecoder(tokens=job.tokens, rank=rank, world=world)
             with wall_clock():
                 report = warm_up(decoder, settings=settings, on_step=on_step)
@@ -161,8 +160,28 @@ def _rank(job: Job, *, bound: bool) -> dict[str, Any]:
     except FlagsError as error:
         return {"error": error}
     finally:
-        if bound:
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _join(settings: FlashInferSettings) -> tuple[int, int]:
+    """Meet the launcher's other ranks, and make the gloo group that the decoder needs.
+
+    torch would wait for a rank that never comes in silence and for half an hour; a vote of ours
+    first names it within ``join_s``.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - see _rank
+
+    from fi_flags.ranks import Ranks  # noqa: PLC0415
+    from fi_flags.warmup import deadlines, teller  # noqa: PLC0415
+
+    store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    tell = teller(get_logger(rank=rank))
+    with Ranks(rank, world, store, name="launch").meet(deadlines(settings), tell=tell) as meeting:
+        meeting.vote(None)
+    prefixed = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
+    return rank, world
 
 
 @contextlib.contextmanager

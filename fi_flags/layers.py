@@ -13,8 +13,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import platformdirs
@@ -31,6 +33,10 @@ PREFIX: Final = "VLLM_FLASHINFER_"
 FLAGS_FILE: Final = f"{PREFIX}FLAGS_FILE"
 DEFAULT: Final = "default"
 DOTENV: Final = Path(".env")
+# What `testing.override` says in this thread, or in the task that runs in it.
+OVERRIDE: Final[ContextVar[Mapping[str, object]]] = ContextVar(
+    "fi_flags_override", default=MappingProxyType({})
+)
 
 _SECTIONS: Final = ("autotune", "rollout")
 _VLLM_OWNS: Final = frozenset(
@@ -56,12 +62,14 @@ class Inputs:
         dotenv: The `.env` file, which need not exist; None reads none.
         config: A TOML file that must exist; None takes the first that exists of places.
         places: Where a TOML file may be; None is the usual places.
+        override: Settings by name that win over all others; None is what a test has overridden.
     """
 
     environ: Mapping[str, str] | None = None
     dotenv: Path | None = DOTENV
     config: Path | None = None
     places: tuple[Path, ...] | None = None
+    override: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Given:
 
     Attributes:
         value: The value before it is parsed.
-        source: `init`, `env`, `dotenv`, `toml:<path>` or `default`.
+        source: `override`, `init`, `env`, `dotenv`, `toml:<path>` or `default`.
         name: How that source spells the setting.
     """
 
@@ -126,6 +134,30 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_toml(path: Path, name: str, hint: str) -> dict[str, Any]:
+    """The document of a file that must exist.
+
+    Args:
+        path: The file.
+        name: The setting that names it.
+        hint: What to do if it cannot be read.
+
+    Raises:
+        SettingsError: The file is missing, or is not TOML.
+    """
+    try:
+        return parse_toml(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{path} cannot be read as TOML: {error}",
+            hint=hint,
+            name=name,
+            value=str(path),
+            source=f"toml:{path}",
+            accepted="a readable TOML file",
+        ) from None
+
+
 def read_layers(
     inputs: Inputs, fields: Sequence[str], init: Mapping[str, object]
 ) -> tuple[list[dict[str, Given]], tuple[str, ...]]:
@@ -140,8 +172,10 @@ def read_layers(
     """
     environ = os.environ if inputs.environ is None else inputs.environ
     dotenv = _read_dotenv(inputs.dotenv)
+    override = OVERRIDE.get() if inputs.override is None else inputs.override
     layers = [
-        _init_layer(fields, init),
+        _named_layer(fields, override, "override"),
+        _named_layer(fields, init, "init"),
         _variables_layer(fields, environ, "env"),
         _variables_layer(fields, dotenv, "dotenv"),
         _toml_layer(fields, _find_toml(inputs, environ, dotenv)),
@@ -155,11 +189,13 @@ def is_set(value: object) -> bool:
     return value is not None and not (isinstance(value, str) and not value.strip())
 
 
-def _init_layer(fields: Sequence[str], init: Mapping[str, object]) -> dict[str, Given]:
-    for name in init:
+def _named_layer(
+    fields: Sequence[str], given: Mapping[str, object], source: str
+) -> dict[str, Given]:
+    for name, value in given.items():
         if name not in fields:
-            raise _unknown(name, fields, "init")
-    return {name: Given(value, "init", name) for name, value in init.items() if is_set(value)}
+            raise unknown(Given(value, source, name), "setting", fields)
+    return {name: Given(value, source, name) for name, value in given.items() if is_set(value)}
 
 
 def _variables_layer(
@@ -177,22 +213,13 @@ def _toml_layer(fields: Sequence[str], path: Path | None) -> dict[str, Given]:
     if path is None:
         return {}
     source = f"toml:{path}"
-    try:
-        document = parse_toml(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"{path} cannot be read as TOML: {error}",
-            hint=f"name another file with {FLAGS_FILE} or --config",
-            name=FLAGS_FILE,
-            value=str(path),
-            source=source,
-            accepted="a readable TOML file",
-        ) from None
+    document = read_toml(path, FLAGS_FILE, f"name another file with {FLAGS_FILE} or --config")
     by_path = {toml_path(field): field for field in fields}
     layer = {}
     for keys, value in _leaves(document, source):
         if keys not in by_path:
-            raise _unknown(".".join(keys), [toml_key(field) for field in fields], source)
+            known = [toml_key(field) for field in fields]
+            raise unknown(Given(value, source, ".".join(keys)), "setting", known)
         if is_set(value):
             layer[by_path[keys]] = Given(value, source, ".".join(keys))
     return layer
@@ -314,13 +341,14 @@ def refused(given: Given, accepted: str) -> SettingsError:
     )
 
 
-def _unknown(name: str, known: Sequence[str], source: str) -> SettingsError:
-    meant = nearest(name, known)
+def unknown(given: Given, kind: str, known: Sequence[str]) -> SettingsError:
+    """The error for a name that is not one of those known, with the nearest."""
+    meant = nearest(given.name, known)
     return SettingsError(
-        f"{brief(name)} ({source}) is not a setting",
-        hint=f"did you mean {meant}?" if meant else f"settings are: {', '.join(known)}",
-        name=name,
-        value="",
-        source=source,
+        f"{brief(given.name)} = {brief(given.value)} ({given.source}) is not a {kind}",
+        hint=f"did you mean {meant}?" if meant else f"{kind}s are: {', '.join(known)}",
+        name=given.name,
+        value=brief(given.value),
+        source=given.source,
         accepted=meant or ", ".join(known),
     )

@@ -29,6 +29,8 @@ __all__ = [
     "publishers",
 ]
 
+_INVALID = Reason.INVALID_SETTING.value
+
 
 class Action(str, enum.Enum):
     """What the group does before and during the run of the workload."""
@@ -113,7 +115,8 @@ def make_plan(ballots: Sequence[Ballot]) -> Plan:
     unusable = _unusable(ballots)
     if unusable:
         return dataclasses.replace(base, reason=Reason.CACHE_UNUSABLE, why=unusable)
-    return _cached_plan(base, ballots)
+    gated = frozenset(op for b in ballots for op in b.gate_ops)
+    return _cached_plan(dataclasses.replace(base, skip_ops=base.skip_ops | gated), ballots)
 
 
 def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
@@ -172,6 +175,9 @@ def _sync(ballots: Sequence[Ballot], split: Split) -> tuple[bool, str]:
     """Whether FlashInfer averages timings over the group; if that was asked in vain, why."""
     if not ballots[0].settings.get("autotune_distributed_sync"):
         return False, ""
+    forbidden = [(b.rank, f"gate {b.no_sync}") for b in ballots if b.no_sync]
+    if forbidden:
+        return False, f"{_grouped(forbidden)} forbids it"
     lacking = [(b.rank, "no process group") for b in ballots if "process_group" not in b.features]
     if lacking:
         return False, f"there is {_grouped(lacking)}"
@@ -225,18 +231,20 @@ def _strategies(ballots: Sequence[Ballot]) -> list[str]:
 
 def _disagreement(ballots: Sequence[Ballot], strategies: Sequence[str]) -> str:
     """Name what the ranks do not agree on, each value with its ranks; empty if they agree."""
-    ranks = [b.rank for b in ballots]
+    ranks, workloads = [b.rank for b in ballots], [b.workload for b in ballots]
     columns: dict[str, list[Any]] = {
         "protocol": [b.protocol for b in ballots],
         "strategy": list(strategies),
-        "workload": [b.workload for b in ballots],
+        # Who decided per-rank has not looked what its workload is called.
+        "workload": workloads if len({name for name in workloads if name}) > 1 else [],
     }
     names = sorted({name for b in ballots for name in b.settings})
     columns.update({name: [b.settings.get(name) for b in ballots] for name in names})
     differing = {name: values for name, values in columns.items() if len(_kinds(values)) > 1}
     if "strategy" in differing:  # say why, too: a variable that one rank's host lacks, say
         differing["strategy"] = [
-            f"{strategy} ({b.reason})" for b, strategy in zip(ballots, strategies, strict=True)
+            f"{strategy} ({b.reason}{f': {b.why}' if b.reason == _INVALID else ''})"
+            for b, strategy in zip(ballots, strategies, strict=True)
         ]
     return "; ".join(
         f"{name} differs: {_grouped(list(zip(ranks, values, strict=True)))}"

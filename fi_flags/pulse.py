@@ -12,19 +12,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fi_flags.errors import RanksError
 from fi_flags.watch import Deadlines, Failure, Watch, activity, progress_of
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from fi_flags.wire import Wire
 
 __all__ = ["FAILURE", "GONE", "EndProcess", "Pulse", "Tell", "post_first"]
 
 FAILURE = "failure"
 GONE = "gone"
 _ABORT_S = 5.0
+_PARTING_S = 2.0
 
 
 class Tell(Protocol):
@@ -39,7 +38,7 @@ class EndProcess(Protocol):
     def __call__(self, status: int, /) -> object: ...  # noqa: D102
 
 
-def post_first(wire: Store, key: str, failure: Failure) -> Failure:
+def post_first(wire: Wire, key: str, failure: Failure) -> Failure:
     """Post a failure unless the group has one already; return the one that counts."""
     return Failure.of(wire.compare_set(key, "", json.dumps(dataclasses.asdict(failure))))
 
@@ -50,6 +49,7 @@ class Pulse:
     Attributes:
         state: What the next heartbeats say; replaced whole, so that no lock is needed.
         waiting: Keys that this rank waits for now, by the rank that owes them.
+        aborted: Whether the watchdog broke torch's groups, which nothing mends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pulse:
         rank: int,
         world: int,
         host: str,
-        wire: Store,
+        wire: Wire,
         deadlines: Deadlines,
         tell: Tell,
         end_process: EndProcess,
@@ -68,11 +68,12 @@ class Pulse:
         self._host = host
         self._wire = wire
         self._deadlines = deadlines
-        self._tell = tell
+        self._teller = tell
         self._end_process = end_process
         self._failure: Failure | None = None
         self._gone: Failure | None = None
         self._inside = False
+        self.aborted = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._beats = 0
@@ -121,8 +122,14 @@ class Pulse:
         """Say good-bye and stop."""
         self._stop.set()
         self._thread.join(timeout=self._deadlines.tick + 1.0)
+        self._wire.hurry(_PARTING_S)
         with contextlib.suppress(RuntimeError):
             self._post(left=True)
+        self._wire.close()
+
+    def _tell(self, event: str, **fields: Any) -> None:  # noqa: ANN401 - a Tell
+        with contextlib.suppress(Exception):  # a server's log handler must not stop the watch
+            self._teller(event, **fields)
 
     def _run(self) -> None:
         while not self._stop.wait(self._deadlines.tick):
@@ -195,9 +202,13 @@ class Pulse:
             self._grace_from, self._grace_progress = now, progress
         if self._deadlines.grace is None or now - self._grace_from < self._deadlines.grace:
             return
+        with self._lock:
+            if not self._is_inside():
+                return
+            self.aborted = _default_group() is not None
         self._abort_groups()
         with self._lock:
-            if not self._inside:
+            if not self._is_inside():
                 return
             said = f"its watchdog ended it, since {cause.describe()}"
             self._tell("ended", cause=cause.describe(), exit_code=RanksError.exit_code)
@@ -209,6 +220,9 @@ class Pulse:
             self._end_process(RanksError.exit_code)
             self._inside = False  # only where ending a process is a test's own function
 
+    def _is_inside(self) -> bool:
+        return self._inside  # the main thread changes it meanwhile
+
     def _abort_groups(self) -> None:
         """Abort torch's default group; NCCL wakes up from that, gloo does not."""
         thread = threading.Thread(target=_abort_default_group, daemon=True)
@@ -218,9 +232,13 @@ class Pulse:
             time.sleep(0.02)
 
 
-def _abort_default_group() -> None:
+def _default_group() -> Any:  # noqa: ANN401 - torch's, if torch is there
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
-        return
+        return None
+    return distributed.group.WORLD
+
+
+def _abort_default_group() -> None:
     with contextlib.suppress(Exception):
-        distributed.group.WORLD.abort()
+        _default_group().abort()

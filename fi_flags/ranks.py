@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fi_flags.errors import FlagsError, RanksError
 from fi_flags.pulse import FAILURE, GONE, EndProcess, Pulse, Tell, post_first
 from fi_flags.watch import Deadlines, Failure
+from fi_flags.wire import Wire, within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -30,6 +31,8 @@ __all__ = ["Meeting", "Ranks"]
 
 JSON: TypeAlias = Any
 
+_LEFT = "left"
+_PARTING_S = 2.0
 _CHUNK = 1024 * 1024  # a TCPStore refuses values over 8 MiB
 _MAX_MESSAGE = 128 * 1024 * 1024
 
@@ -128,9 +131,11 @@ class Meeting:
         self._posted: list[tuple[int, str]] = []
         self._last_vote = 0
         with _store_errors():
-            self._wire, second = _open(ranks)
+            first, second = within(deadlines.join, lambda: _open(ranks), "opening the store")
+            self._wire = Wire(first, deadlines.silence)
+            pulse_wire = Wire(second, deadlines.silence)
             self._pulse = Pulse(
-                ranks.rank, ranks.world, ranks.host, second, deadlines, tell, end_process
+                ranks.rank, ranks.world, ranks.host, pulse_wire, deadlines, tell, end_process
             )
 
     # -- speaking ---------------------------------------------------------------------------
@@ -188,6 +193,11 @@ class Meeting:
         with _store_errors():
             post_first(self._wire, FAILURE, self._failure("failed", cause))
 
+    @property
+    def aborted(self) -> bool:
+        """Whether the watchdog broke torch's groups to bring this rank out of the model."""
+        return self._pulse.aborted
+
     def first_failure(self) -> Failure | None:
         """The first failure that any rank told the group of, if any did."""
         with _store_errors():
@@ -196,17 +206,30 @@ class Meeting:
 
     def desert(self, cause: BaseException) -> None:
         """Tell the group that this rank leaves with an error and will answer nothing more."""
+        self._wire.hurry(_PARTING_S)
         with contextlib.suppress(RuntimeError):
             post_first(self._wire, GONE, self._failure("lost", cause))
 
     def close(self) -> None:
-        """Stop the pulse and drop what every rank has read by now."""
+        """Stop the pulse and drop what every rank has read by now.
+
+        Rank 0 lets the others leave first, for a moment: it may host the store, and a caller that
+        then exits at once would leave them with a dead store in place of the last answer.
+        """
+        self._wire.hurry(_PARTING_S)
         self._pulse.close()
+        with contextlib.suppress(RuntimeError):
+            gone = self._wire.add(_LEFT, 1)
+            until = time.monotonic() + _PARTING_S
+            while self.ranks.rank == 0 and gone < self.ranks.world and time.monotonic() < until:
+                time.sleep(0.005)
+                gone = self._wire.add(_LEFT, 0)
         for step, key in self._posted:
             # All ranks took part in a later vote, so all have read what came before it.
             if step < self._last_vote - 2:
                 with contextlib.suppress(RuntimeError):
                     self._wire.delete_key(key)
+        self._wire.close()
 
     def _failure(self, kind: str, cause: BaseException) -> Failure:
         phase = str(self._pulse.state["phase"])

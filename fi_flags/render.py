@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 from fi_flags.decision import Decision
 from fi_flags.layers import PREFIX
 
-__all__ = ["console", "render_explanation", "render_report"]
+__all__ = ["console", "render_explanation", "render_gates", "render_report", "render_rollout"]
 
 _MEANING = {
     "uncached": "every rank tuned for itself; nothing was kept",
@@ -44,18 +44,49 @@ def render_explanation(
         *(("to do", link) for link in decision.todo),
     )
     table = Table(title="Settings", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("value", "source", f"{PREFIX}…", "TOML"):
+    for heading in ("value", "source", "overrode", f"{PREFIX}…", "TOML"):
         table.add_column(heading, overflow="fold")
     for entry in settings.values():
         table.add_row(
             Text(_shown(entry["value"])),
             Text(entry["source"]),
+            Text(", ".join(f"{_shown(o['value'])} ({o['source']})" for o in entry["overridden"])),
             Text(entry["env"].removeprefix(PREFIX)),
             Text(entry["toml"]),
             style="" if entry["source"] == "default" else "bold",
         )
     out.print()
     out.print(table)
+
+
+def render_gates(gates: Sequence[Mapping[str, Any]], probe: str, out: Console) -> None:
+    """Print each gate with its state and why, and what became of the probe."""
+    for gate in gates:
+        _print_block(
+            out,
+            (gate["state"], f"{gate['id']}: {gate['title']}"),
+            ("because", gate["evidence"]),
+            ("fixed in", gate["fixed_in"] or "no version known"),
+            ("link", gate["url"]),
+        )
+        out.print()
+    _print_block(out, ("probe", probe))
+
+
+def render_rollout(document: Mapping[str, Any], out: Console) -> None:
+    """Print each id with its place and whether it is in, and the share that is."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("id", "draws", "included"):
+        table.add_column(heading, justify="right" if heading == "draws" else "left")
+    for one in document["ids"]:
+        said = "yes" if one["included"] else "no"
+        table.add_row(Text(one["id"]), f"{one['place']:.2f}", said)
+    out.print(table)
+    out.print()
+    share = "" if document["share"] is None else f", {document['share']:.1f} %"
+    counts = f"{document['included']} of {document['total']}{share}"
+    asked = f"{document['percent']:g} %, salt {_shown(document['salt'])}"
+    _print_block(out, ("included", counts), ("asked for", asked))
 
 
 def render_report(report: Mapping[str, Any], out: Console) -> None:
@@ -104,6 +135,8 @@ def _seconds(report: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):

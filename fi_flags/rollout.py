@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -40,6 +41,21 @@ def roll_out(settings: FlashInferSettings, facts: Facts) -> Rollout:
     place = draw(settings.rollout_salt, settings.rollout_id)
     share = f"{settings.rollout_id} draws {place:.2f} of {settings.rollout_percent:g} percent"
     return Rollout(included=place < settings.rollout_percent, why=share)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an id lies between 0 and 100, and whether the percentage includes it."""
+
+    id: str
+    place: float
+    included: bool
+
+
+def preview(settings: FlashInferSettings, ids: Iterable[str]) -> tuple[Place, ...]:
+    """Which ids the percentage includes, each once; hosts and architectures are not asked."""
+    places = ((one, draw(settings.rollout_salt, one)) for one in dict.fromkeys(ids))
+    return tuple(Place(one, place, place < settings.rollout_percent) for one, place in places)
 
 
 def _match(name: str, patterns: tuple[str, ...]) -> str | None:

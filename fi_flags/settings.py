@@ -58,6 +58,7 @@ __all__ = [
     "Provenance",
     "Split",
     "describe",
+    "off_because",
     "plan_values",
     "settings_or_off",
 ]
@@ -90,7 +91,7 @@ class Provenance:
     """Who gave a setting its value.
 
     Attributes:
-        source: `init`, `env`, `dotenv`, `toml:<path>` or `default`.
+        source: `override`, `init`, `env`, `dotenv`, `toml:<path>` or `default`.
         variable: The environment variable of the setting.
         toml: Its dotted name in a TOML file.
         overridden: The values of weaker sources that lost, strongest first.
@@ -167,6 +168,11 @@ class FlashInferSettings(BaseSettings):
     )
     rollout_archs: _Names = Field(
         default=("*",), description="GPU architectures that auto includes, such as sm90"
+    )
+    gates_file: Annotated[Path | None, BeforeValidator(parse_directory)] = Field(
+        default=None,
+        validate_default=False,
+        description="a TOML file of gates to add, or to lift",
     )
     flags_log: Annotated[LogFormat, BeforeValidator(one_of(LogFormat))] = Field(
         default=LogFormat.AUTO, description="log of the command line: auto, json or console"
@@ -264,14 +270,19 @@ def settings_or_off(**arguments: Any) -> FlashInferSettings:  # noqa: ANN401
     try:
         return FlashInferSettings.load(**arguments)
     except SettingsError as error:
-        settings = FlashInferSettings(
-            Inputs(environ={}, dotenv=None, places=()),
-            persistent_cache=Mode.OFF,
-            autotune_cache_dir=_NOWHERE,
-            rollout_id="none",
-        )
-        settings._invalid = error  # noqa: SLF001 - ours
-        return settings
+        return off_because(error)
+
+
+def off_because(error: SettingsError) -> FlashInferSettings:
+    """The defaults with the flag off, for a server whose settings have an error."""
+    settings = FlashInferSettings(
+        Inputs(environ={}, dotenv=None, places=(), override={}),
+        persistent_cache=Mode.OFF,
+        autotune_cache_dir=_NOWHERE,
+        rollout_id="none",
+    )
+    settings._invalid = error  # noqa: SLF001 - ours
+    return settings
 
 
 def plan_values(settings: FlashInferSettings) -> dict[str, JSON]:

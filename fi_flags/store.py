@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +25,7 @@ from filelock import FileLock
 from fi_flags.errors import TableError
 from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
 
-__all__ = ["Store", "environment_name", "workload_name"]
+__all__ = ["Store", "environment_name", "plain_identity", "workload_name"]
 
 _LOCK_S = 10.0
 
@@ -38,6 +38,19 @@ def environment_name(stamps: Mapping[str, str]) -> str:
     """
     gpu = stamps.get("gpu", "unknown")
     return _file_name(stamps.get("flashinfer_version", "unknown"), gpu, _digest(stamps))
+
+
+def plain_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity as JSON has it, so that it names the same workload in every process.
+
+    Raises:
+        ValueError: Some value is not JSON, and its text holds an address of this process.
+    """
+    text = json.dumps(identity, default=str)
+    if re.search(r" at 0x[0-9a-fA-F]{6,}", text):
+        raise ValueError(f"the workload's identity differs from process to process: {text[:200]}")
+    plain: dict[str, Any] = json.loads(text)
+    return plain
 
 
 def workload_name(name: str, identity: Mapping[str, Any]) -> str:
@@ -80,12 +93,18 @@ class Store:
             place = place.parent
         return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
-    def publish(self, table: Table) -> bool:
+    def publish(
+        self, table: Table, aside: Callable[[Path, str], object] = lambda _path, _why: None
+    ) -> bool:
         """Write the table so that a reader sees the old file or the new one, whole.
 
         Entries of a sound table already there whose calls the new one does not answer are kept:
         another engine's keys, or ops that are skipped today. A file that cannot be used is moved
         aside, not overwritten; one of another environment is left alone.
+
+        Args:
+            table: What to write.
+            aside: Told where a file that could not be used was moved, and why.
 
         Returns:
             True if the file was written, False if it already held these entries.
@@ -110,7 +129,7 @@ class Store:
                     return False
                 table = Table(entries, table.stamps, table.about)
             elif found.status is not Status.ABSENT:
-                self._set_aside(found.status)
+                self._set_aside(found, aside)
             _write_whole(self.path, table.render())
         return True
 
@@ -132,11 +151,18 @@ class Store:
         finally:
             lock.release()
 
-    def _set_aside(self, status: Status) -> None:
+    def _set_aside(self, found: Verdict, aside: Callable[[Path, str], object]) -> None:
+        if self.path.is_file() and not os.access(self.path, os.R_OK):
+            raise TableError(
+                f"{self.path} cannot be read: {found.why}",
+                hint="it may be sound, so it was left as it is; mend its owner or its mode",
+                path=str(self.path),
+                status=found.status.value,
+            )
         when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        name = f"{self.path.name}.quarantined-{when}-{status.value}"
+        name = f"{self.path.name}.quarantined-{when}-{found.status.value}"
         with contextlib.suppress(FileNotFoundError):  # without a lock, another was quicker
-            self.path.replace(self.path.with_name(name))
+            aside(self.path.replace(self.path.with_name(name)), found.why)
 
 
 def _read_regular(path: Path) -> bytes:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, Protocol
 
 from structlog.stdlib import BoundLogger
@@ -22,7 +23,7 @@ from structlog.stdlib import BoundLogger
 from fi_flags import logs
 from fi_flags.ballots import Ballot, Tally
 from fi_flags.decision import Reason
-from fi_flags.errors import FlagsError, RanksError, WorkloadError
+from fi_flags.errors import RanksError, WorkloadError
 from fi_flags.exchange import exchange
 from fi_flags.plan import Action, Next, Plan, after_run, all_loaded, publishers
 from fi_flags.ranks import Meeting
@@ -174,7 +175,7 @@ class LeaderWorker:
         crew.meeting.at("merge")
         undo: Snapshot | None = None
         with _attempt() as attempt:
-            merged = exchange(crew.meeting, plan.leader, run.served, error=error)
+            merged = exchange(crew.meeting, plan.leader, run.served, sites=run.calls(), error=error)
             undo = crew.tuner.load(merged, self.stamps)
             run.note_served(merged)
         tallies = _vote(crew, run.tally(attempt.error))
@@ -196,7 +197,9 @@ class LeaderWorker:
     ) -> TableReport | None:
         """Write the table where it is not yet; a failure is one warning for each disk."""
         if not run.served and not stored:
-            if crew.rank == 0:
+            if crew.rank == 0 and any(tally.failed for tally in tallies):
+                crew.log.warning(logs.NOT_KEPT, path="", why="no tactic of any profile worked")
+            elif crew.rank == 0:
                 crew.log.info(logs.NOTHING_TO_TUNE)
             return None
         entries = merge([run.served, stored])
@@ -205,12 +208,17 @@ class LeaderWorker:
             kept = self.found.table is not None and self.found.table.entries == entries
             if plan.publish and not kept:
                 crew.meeting.at("publish")
-                table = Table(entries, self.stamps, self._about(crew, plan, outcome, tallies))
+                about = self._about(crew, plan, outcome, tallies)
+
+                def aside(moved: Path, why: str) -> None:
+                    crew.log.warning(logs.QUARANTINED, moved_to=str(moved), why=why)
+
                 try:
-                    self.store.publish(table)
+                    self.store.publish(Table(entries, self.stamps, about), aside)
                     kept = True
-                except (OSError, FlagsError) as error:
-                    crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=str(error))
+                except Exception as error:  # noqa: BLE001 - the others have left: nothing may raise
+                    why = f"{type(error).__name__}: {error}"
+                    crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=why)
         return TableReport(str(self.store.path), len(entries), tallies[0].digest, kept)
 
     def _about(
@@ -234,6 +242,7 @@ class _Run:
     def __init__(self, crew: Crew, plan: Plan) -> None:
         self._crew = crew
         self._plan = plan
+        self._on_step = crew.on_step
         self._counts = Counts()
         self._seen: Pass | None = None
         self._seconds = 0.0
@@ -282,6 +291,10 @@ class _Run:
             self._counts, missing=missing, failed=min(missing, self._counts.failed)
         )
 
+    def calls(self) -> list[tuple[str, ...]]:
+        """The calls of the run, each as the file keys of all runners that could serve it."""
+        return [] if self._seen is None else self._seen.calls()
+
     def tally(self, error: str = "") -> Tally:
         """What this rank votes about its run, and about what it did with the result."""
         if self.cause is not None:
@@ -293,6 +306,7 @@ class _Run:
             host=self._crew.meeting.ranks.host,
             ok=not error,
             ran=self.cause is None,
+            aborted=self._crew.meeting.aborted,
             error=error,
             digest="" if error else self._digest,
             entries=len(self.served),
@@ -302,8 +316,13 @@ class _Run:
 
     def _step(self, op: str, done: int, total: int) -> None:
         self._crew.meeting.progress(op, done, total)
-        if self._crew.on_step is not None:
-            self._crew.on_step(op, done, total)
+        if self._on_step is not None:
+            try:
+                self._on_step(op, done, total)
+            except Exception as error:  # noqa: BLE001 - who draws a bar must not stop a start
+                self._on_step = None
+                why = f"{type(error).__name__}: {error}"
+                self._crew.log.warning(logs.NO_PROGRESS, why=why)
 
 
 def _vote(crew: Crew, tally: Tally) -> list[Tally]:
@@ -345,7 +364,7 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
-    if plan.on_failure is OnFailure.UNTUNED:
+    if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted for t in tallies):
         _give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
         return Result(Outcome.UNTUNED, plan, [tally.given_back() for tally in tallies])

@@ -33,13 +33,14 @@ __all__ = [
     "serving_digest",
     "split_ops",
     "surplus",
+    "unanswered",
 ]
 
 Entries: TypeAlias = dict[str, list[Any]]
 """File key to ``[runner, tactic]``, from some releases on with a policy and a timing record."""
 
 SCHEMA = 1
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """Larger files are refused unread: the largest real table known is under 10 MB."""
 
 _BLOCK = "fi_flags"
@@ -183,6 +184,22 @@ def surplus(base: Iterable[str], entries: Entries) -> Entries:
     """The entries whose calls no key of base answers."""
     answered = {rival_key(key) for key in base}
     return {key: entry for key, entry in entries.items() if rival_key(key) not in answered}
+
+
+def unanswered(
+    base: Collection[str], entries: Entries, sites: Iterable[tuple[str, ...]]
+) -> Entries:
+    """The entries that serve calls which no key of base answers, call by call.
+
+    Args:
+        base: File keys that are there already.
+        entries: What could be added.
+        sites: Calls, each as the file keys of all runners that could serve it.
+    """
+    lacking = [site for site in sites if not any(key in base for key in site)]
+    wanted = {key: entries[key] for site in lacking for key in site if key in entries}
+    unseen = set(entries).difference(*sites) if sites else set(entries)
+    return wanted | surplus(base, {key: entries[key] for key in sorted(unseen)})
 
 
 def merge(tables: Iterable[Entries]) -> Entries:

@@ -16,6 +16,7 @@ import inspect
 import logging
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,7 +27,7 @@ from typing import Any, Final, TypeAlias
 from fi_flags.errors import TunerError
 from fi_flags.table import Entries, Table, parse, rival_key
 
-__all__ = ["KEEP_GROUP", "Counts", "Pass", "Snapshot", "Tuner", "wall_clock"]
+__all__ = ["KEEP_GROUP", "Counts", "Pass", "Snapshot", "Tuner", "tuner_per_thread", "wall_clock"]
 
 # Private names of AutoTuner that we touch, tested on 0.7.4. The first group must be there; the
 # second holds provenance that newer releases keep beside the tactics.
@@ -94,6 +95,10 @@ class Pass:
     done: int = 0
     blind: str = ""
 
+    def calls(self) -> list[tuple[str, ...]]:
+        """The sites by their file keys."""
+        return [tuple(key.file_key for key in site) for site in self.sites]
+
 
 class Tuner:
     """This process's FlashInfer AutoTuner.
@@ -134,6 +139,8 @@ class Tuner:
             return "this FlashInfer's keys are not understood"
         if getattr(self._tuner, "_active_managed_store", None) is not None:
             return "FlashInfer's own managed store is attached (autotune_v2)"
+        if self._tuner.is_tuning_mode:
+            return "someone else's autotune() is open around the warm-up"
         return ""
 
     def held(self) -> int:
@@ -185,6 +192,12 @@ class Tuner:
         with self._tuner._lock:  # noqa: SLF001
             for site in seen.sites:
                 kinds[self._kind(site, seen)] += 1
+            # rank_tactics looks nothing up: what it tunes shows in memory only.
+            looked_up = {key for site in seen.sites for key in site}
+            kinds["tuned"] += sum(
+                value is not seen.before.get(key) and key not in looked_up
+                for key, value in self._tuner.profiling_cache.items()
+            )
         return Counts(**kinds, failed=kinds["missing"] if seen.tune else 0)
 
     def _kind(self, site: Site, seen: Pass) -> str:
@@ -262,6 +275,7 @@ class Tuner:
         """
         tuner = self._tuner
         with tuner._lock:  # noqa: SLF001
+            self._align(seen)
             for key in {key for site in seen.sites for key in site}:
                 loaded = tuner._file_configs.get(key.file_key)  # noqa: SLF001
                 if key in tuner.profiling_cache or loaded is None:
@@ -277,6 +291,20 @@ class Tuner:
                     value = getattr(tuner, filed, {}).get(key.file_key)
                     if value is not None:
                         getattr(tuner, kept)[(None, key)] = value
+
+    def _align(self, seen: Pass) -> None:
+        """Let memory say of a file key what a file would say of it.
+
+        Memory tells runners of one class apart by their attributes, a file does not: it keeps the
+        tactic that was stored last, which is then what a later start serves to all of them.
+        """
+        memory = self._tuner.profiling_cache
+        mine = {key.file_key for site in seen.sites for key in site}
+        last = {key.file_key: value for key, value in memory.items() if key.file_key in mine}
+        for key, value in memory.items():
+            final = last.get(key.file_key, value)
+            if value[0] != final[0]:
+                memory[key] = final
 
     def snapshot(self) -> Snapshot:
         """What the tuner holds now, for ``give_back``."""
@@ -483,3 +511,25 @@ def wall_clock(repeat: int | None = None) -> Iterator[None]:
         yield
     finally:
         auto_tuner._profile_single_kernel, torch.cuda.is_current_stream_capturing = kept  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def tuner_per_thread() -> Iterator[None]:
+    """Give each thread an AutoTuner of its own, for tests whose ranks are threads.
+
+    FlashInfer has one tuner in a process; ranks that shared it would tune into each other's memory.
+    """
+    auto_tuner = importlib.import_module("flashinfer.autotuner").AutoTuner
+    this_thread = threading.local()
+
+    def get(_cls: object) -> Any:  # noqa: ANN401 - FlashInfer is untyped
+        if not hasattr(this_thread, "tuner"):
+            this_thread.tuner = auto_tuner()
+        return this_thread.tuner
+
+    kept = vars(auto_tuner)["get"]
+    auto_tuner.get = classmethod(get)
+    try:
+        yield
+    finally:
+        auto_tuner.get = kept

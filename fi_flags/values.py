@@ -155,7 +155,7 @@ def parse_names(value: object) -> tuple[str, ...]:
 
 
 def parse_directory(value: object) -> Path:
-    """A directory, which need not exist; `~` is expanded, nothing else is."""
+    """A directory or file, which need not exist; `~` is expanded, nothing else is."""
     accepted = "an absolute path, or one below ~, without $ and control characters"
     if not isinstance(value, str | Path):
         raise ValueError(accepted)

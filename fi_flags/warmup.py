@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +18,9 @@ from structlog.stdlib import BoundLogger
 from fi_flags import logs
 from fi_flags.ballots import Ballot
 from fi_flags.decision import Decision, Reason, Strategy, decide
-from fi_flags.errors import FlagsError, RanksError
+from fi_flags.errors import FlagsError, RanksError, SettingsError
 from fi_flags.facts import Facts, gather_facts
-from fi_flags.gates import load_gates
+from fi_flags.gates import Gate, load_gates
 from fi_flags.plan import Action, Plan, make_plan
 from fi_flags.ranks import Meeting, Ranks
 from fi_flags.report import Outcome, Report, rank_reports
@@ -28,16 +28,18 @@ from fi_flags.settings import (
     FlashInferSettings,
     Mode,
     OnFailure,
+    off_because,
     plan_values,
     settings_or_off,
 )
-from fi_flags.store import Store, environment_name, workload_name
+from fi_flags.store import Store, environment_name, plain_identity, workload_name
 from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
+from fi_flags.table import Status
 from fi_flags.tuner import OnStep, Snapshot, Tuner
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
 
-__all__ = ["flashinfer_autotune", "warm_up"]
+__all__ = ["deadlines", "flashinfer_autotune", "teller", "warm_up"]
 
 # A rank that must still come out of the model, where the group means to go on without tuning.
 _PATIENT_GRACE_S = 60.0
@@ -73,15 +75,9 @@ def warm_up(
     began = time.perf_counter()
     settings = settings_or_off() if settings is None else settings
     ranks = Ranks.detect() if ranks is None else ranks
-    facts = gather_facts() if facts is None else facts
     log = logs.get_logger(rank=ranks.rank)
-    decision = decide(settings, facts, load_gates(), needs_cuda=workload.needs_cuda)
-    if ranks.rank == 0:
-        for warning in settings.warnings:
-            log.warning(logs.SETTING_WARNING, warning=warning)
-        logs.log_decision(log, decision)
-    with ranks.meet(_deadlines(settings), tell=_teller(log)) as meeting:
-        ready = _prepare(workload, meeting, settings, decision)
+    with ranks.meet(deadlines(settings), tell=teller(log)) as meeting:
+        ready = _prepare(workload, meeting, settings, facts, log)
         ballots = [Ballot.from_json(fields) for fields in meeting.vote(ready.ballot.to_json())]
         plan = make_plan(ballots)
         if plan.action is Action.FAIL:
@@ -91,13 +87,14 @@ def warm_up(
                 phase="join",
             )
         assert ready.tuner is not None  # noqa: S101 - or its ballot had an error
+        assert ready.decision is not None  # noqa: S101 - likewise
         if ranks.rank == 0:
-            _say(log, logs.PLAN, plan, votes=meeting.votes)
+            _say_plan(log, plan, ballots, meeting.votes)
         crew = Crew(meeting, ready.tuner, ready.before, workload, ballots, log, on_step)
         cached = plan.action is not Action.UNCACHED and ready.cached is not None
         strategy = ready.cached if cached and ready.cached else PerRank()
         result = strategy.carry_out(crew, plan)
-        report = _report(result, ballots, decision, meeting, time.perf_counter() - began)
+        report = _report(result, ballots, ready.decision, meeting, time.perf_counter() - began)
         if ranks.rank == 0:
             _say_outcome(log, report)
     return report
@@ -155,6 +152,7 @@ class _Ready:
     """What a rank has before vote 1; what went wrong so far is in its ballot."""
 
     ballot: Ballot
+    decision: Decision | None = None
     tuner: Tuner | None = None
     before: Snapshot | None = None
     cached: LeaderWorker | None = None
@@ -162,25 +160,32 @@ class _Ready:
 
 
 def _prepare(
-    workload: Workload, meeting: Meeting, settings: FlashInferSettings, decision: Decision
+    workload: Workload,
+    meeting: Meeting,
+    settings: FlashInferSettings,
+    facts: Facts | None,
+    log: BoundLogger,
 ) -> _Ready:
+    """All that comes before vote 1; whatever fails becomes this rank's ballot."""
     ranks = meeting.ranks
-    fields: dict[str, Any] = {
-        "rank": ranks.rank,
-        "host": ranks.host,
-        "mode": decision.mode.value,
-        "strategy": decision.strategy.value,
-        "reason": decision.reason.value,
-        "settings": plan_values(settings),
-    }
+    fields: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host}
     try:
-        fields["workload"] = workload_name(workload.name, workload.identity)
+        settings, gates = _with_gates(settings)
+        decision = _decide(workload, settings, gates, facts, ranks.rank, log)
+        fields |= {
+            "mode": decision.mode.value,
+            "strategy": decision.strategy.value,
+            "reason": decision.reason.value,
+            "settings": plan_values(settings),
+            "gate_ops": decision.skip_ops,
+            "no_sync": decision.sync_forbidden,
+        }
+        if decision.reason is Reason.INVALID_SETTING:
+            fields["why"] = decision.message
         tuner = Tuner()
     except Exception as error:  # noqa: BLE001 - it becomes this rank's ballot
-        text = (
-            error.message if isinstance(error, FlagsError) else f"{type(error).__name__}: {error}"
-        )
         known = error if isinstance(error, FlagsError) else None
+        text = known.message if known else f"{type(error).__name__}: {error}"
         return _Ready(Ballot(**fields, error=text), error=known)
     # Averaging timings takes a release that can, and a group to do it in.
     grouped = ranks.process_group is not None
@@ -189,14 +194,14 @@ def _prepare(
     with contextlib.suppress(Exception):  # it is only missed where a warm-up fails
         before = tuner.snapshot()
     if not _looks_up(decision, ranks.rank):
-        return _Ready(Ballot(**fields), tuner, before)
+        return _Ready(Ballot(**fields), decision, tuner, before)
     try:
-        cached = _cached(workload, fields["workload"], ranks, settings, tuner)
-        found = cached.found
-        table = found.table
-        fields |= {
+        cached = _cached(workload, ranks, settings, tuner)
+        found, table = cached.found, cached.found.table
+        more = {
+            "workload": cached.store.path.parent.name,
             "environment": cached.stamps,
-            "unusable": tuner.obstacle(),
+            "unusable": tuner.obstacle() or _unskippable(decision, tuner),
             "held": tuner.held(),
             "table": found.status.value,
             "why": found.why,
@@ -207,17 +212,54 @@ def _prepare(
             "writable": cached.store.writable(),
         }
     except Exception as error:  # noqa: BLE001 - a cache never stops a start
-        return _Ready(Ballot(**fields, unusable=f"{type(error).__name__}: {error}"), tuner, before)
-    return _Ready(Ballot(**fields), tuner, before, cached)
+        unusable = f"{type(error).__name__}: {error}"
+        return _Ready(Ballot(**fields, unusable=unusable), decision, tuner, before)
+    return _Ready(Ballot(**(fields | more)), decision, tuner, before, cached)
+
+
+def _with_gates(
+    settings: FlashInferSettings,
+) -> tuple[FlashInferSettings, tuple[Gate, ...]]:
+    """The settings and their gates; a file of gates that is not accepted means off."""
+    try:
+        return settings, load_gates(settings.gates_file)
+    except SettingsError as error:
+        return off_because(error), load_gates()
+
+
+def _unskippable(decision: Decision, tuner: Tuner) -> str:
+    if decision.skip_ops and "skip_ops" not in tuner.features:
+        return f"a gate leaves out {', '.join(decision.skip_ops)}, which this FlashInfer cannot"
+    return ""
+
+
+def _decide(
+    workload: Workload,
+    settings: FlashInferSettings,
+    gates: Sequence[Gate],
+    facts: Facts | None,
+    rank: int,
+    log: BoundLogger,
+) -> Decision:
+    facts = gather_facts() if facts is None else facts
+    decision = decide(settings, facts, gates, needs_cuda=workload.needs_cuda)
+    if rank == 0:
+        for warning in settings.warnings:
+            log.warning(logs.SETTING_WARNING, warning=warning)
+    if rank == 0 or decision.reason is Reason.INVALID_SETTING:
+        logs.log_decision(log, decision)
+    return decision
 
 
 def _cached(
-    workload: Workload, name: str, ranks: Ranks, settings: FlashInferSettings, tuner: Tuner
+    workload: Workload, ranks: Ranks, settings: FlashInferSettings, tuner: Tuner
 ) -> LeaderWorker:
     stamps = tuner.stamps()
+    identity = plain_identity(workload.identity)
+    name = workload_name(workload.name, identity)
     store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.name)
     found = store.read(stamps)
-    about = {"workload": {"name": workload.name, **workload.identity}}
+    about = {"workload": {"name": workload.name, **identity}}
     if found.table is not None:
         about = {**found.table.about, **about}
     return LeaderWorker(store, found, stamps, about)
@@ -230,7 +272,8 @@ def _looks_up(decision: Decision, rank: int) -> bool:
     return decision.strategy is Strategy.LEADER_WORKER or (excluded and rank != 0)
 
 
-def _deadlines(settings: FlashInferSettings) -> Deadlines:
+def deadlines(settings: FlashInferSettings) -> Deadlines:
+    """How long a group with these settings waits for its ranks."""
     patient = settings.autotune_on_failure is OnFailure.UNTUNED
     grace = _PATIENT_GRACE_S if patient else _GRACE_S
     return Deadlines(
@@ -243,7 +286,8 @@ def _deadlines(settings: FlashInferSettings) -> Deadlines:
     )
 
 
-def _teller(log: BoundLogger) -> Any:  # noqa: ANN401 - a Tell
+def teller(log: BoundLogger) -> Any:  # noqa: ANN401 - a Tell
+    """What hands a meeting's events to a log."""
     events = {
         "waiting": (log.info, logs.WAITING),
         "tuning": (log.info, logs.TUNING),
@@ -258,10 +302,13 @@ def _teller(log: BoundLogger) -> Any:  # noqa: ANN401 - a Tell
     return tell
 
 
-def _say(log: BoundLogger, event: str, plan: Plan, **fields: Any) -> None:  # noqa: ANN401
-    troubled = plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
+def _say_plan(log: BoundLogger, plan: Plan, ballots: list[Ballot], votes: int) -> None:
+    # A table that is there and cannot be used is news, also where the group only tunes afresh.
+    spoilt = {Status.SUSPECT.value, Status.UNREADABLE.value, Status.FOREIGN.value}
+    damaged = any(ballot.table in spoilt for ballot in ballots)
+    troubled = damaged or plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
     speak = log.warning if troubled else log.info
-    speak(event, action=plan.action.value, reason=plan.reason.value, why=plan.why, **fields)
+    speak(logs.PLAN, action=plan.action.value, reason=plan.reason.value, why=plan.why, votes=votes)
 
 
 def _report(

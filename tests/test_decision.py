@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fi_flags.decision import Decision, Reason, Strategy, decide
 from fi_flags.facts import Facts
-from fi_flags.gates import load_gates
+from fi_flags.gates import Effect, Gate, load_gates
 from fi_flags.settings import FlashInferSettings, Mode, settings_or_off
 
 GATES = load_gates()
@@ -55,9 +55,9 @@ def test_mode_table(mode: Mode | None, facts: Facts, reason: Reason, level: str)
     enabled = reason in {Reason.OPERATOR_ON, Reason.AUTO_ELIGIBLE, Reason.OPERATOR_FORCED}
     assert decision.enabled is enabled
     assert decision.strategy is (Strategy.LEADER_WORKER if enabled else Strategy.PER_RANK)
-    assert [(gate.id, gate.state) for gate in decision.gates] == [
-        ("file-key-extras", "open" if facts is GOOD else "closed")
-    ]
+    states = {gate.id: gate.state for gate in decision.gates}
+    assert list(states) == [gate.id for gate in GATES]
+    assert states["file-key-extras"] == ("open" if facts is GOOD else "closed")
 
 
 def test_default_off_links_what_is_to_do() -> None:
@@ -149,8 +149,61 @@ def test_decision_is_frozen_and_its_json_is_plain() -> None:
         "message": decision.message,
         "todo": [ISSUE],
         "source": "init",
-        "gates": [{"id": "file-key-extras", "state": "closed", "url": ISSUE}],
+        "gates": [
+            {"id": gate.id, "state": "closed" if gate.closed(OLD) else "open", "url": gate.url}
+            for gate in GATES
+        ],
+        "skip_ops": [],
+        "sync_forbidden": "",
     }
+
+
+BLACKWELL = replace(GOOD, flashinfer="0.6.18", gpu="a GPU", capability=(12, 0))
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO, Mode.FORCE])
+def test_gates_on_ops_and_sync_hold_where_the_cache_is_on(mode: Mode) -> None:
+    decision = decide(settings(mode), BLACKWELL, GATES)
+    assert decision.enabled
+    assert decision.skip_ops == ("fp8_gemm", "trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2")
+    assert decision.sync_forbidden == "unagreed-hits"
+    assert "sm120-tactics leaves out fp8_gemm" in decision.message
+    assert (decision.level, decision.todo) == ("info", ())
+    assert decision.to_json()["skip_ops"] == list(decision.skip_ops)
+    after = decision.overruled(Reason.CACHE_UNUSABLE, "because")
+    assert (after.skip_ops, after.sync_forbidden) == ((), "")
+
+
+@pytest.mark.parametrize("mode", [None, Mode.OFF, Mode.SHADOW])
+def test_off_means_off_for_gates_too(mode: Mode | None) -> None:
+    decision = decide(settings(mode), BLACKWELL, GATES)
+    assert (decision.skip_ops, decision.sync_forbidden) == ((), "")
+
+
+def test_forced_decision_skips_ops_though_a_gate_closes_the_cache() -> None:
+    shut = replace(GATES[0], affected=">=0")
+    decision = decide(settings(Mode.FORCE), BLACKWELL, [shut, *GATES[1:]])
+    assert decision.level == "warning"
+    assert decision.skip_ops
+    assert decision.todo == (ISSUE,)
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "enabled"),
+    [(OLD, False, True), (OLD, True, False), (GOOD, True, False), (GOOD, False, True)],
+)
+def test_probe_wins_over_the_table(facts: Facts, found: bool, enabled: bool) -> None:
+    decision = decide(settings(Mode.ON), facts, GATES, probed={"key_extras": found})
+    assert decision.enabled is enabled
+    assert decision.gates[0].state == ("closed" if found else "open")
+
+
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.AUTO])
+def test_lifted_gate_does_not_close_the_cache_and_is_shown(mode: Mode) -> None:
+    lifted = [replace(GATES[0], lifted_by="/etc/gates.toml"), *GATES[1:]]
+    decision = decide(settings(mode), OLD, lifted)
+    assert decision.enabled
+    assert decision.gates[0].state == "lifted"
 
 
 some_facts = st.builds(
@@ -164,11 +217,31 @@ some_facts = st.builds(
 )
 
 
+some_gates = st.lists(
+    st.builds(
+        Gate,
+        id=st.text(max_size=4),
+        title=st.text(max_size=4),
+        url=st.text(max_size=4),
+        affected=st.sampled_from(["<0.6.13", ">=0.6.17,<0.6.19", ">=0", "!=0.7.4"]),
+        effect=st.sampled_from(Effect),
+        archs=st.sampled_from([(), ("sm90",), ("*",), ("sm1*", "[")]),
+        ops=st.sampled_from([(), ("moe",), ("moe", "gemm")]),
+        probe=st.sampled_from(["", "key_extras"]),
+        lifted_by=st.sampled_from(["", "", "/etc/gates.toml"]),
+    ),
+    max_size=4,
+)
+some_findings = st.dictionaries(st.just("key_extras"), st.booleans())
+
+
 @given(
     st.none() | st.sampled_from(Mode),
     st.floats(0, 100),
     st.lists(st.sampled_from(["*", "a*", "[", "sm90"])),
     some_facts,
+    some_gates,
+    some_findings,
     st.booleans(),
 )
 def test_decide_is_total(
@@ -176,14 +249,46 @@ def test_decide_is_total(
     percent: float,
     patterns: list[str],
     facts: Facts,
+    gates: list[Gate],
+    probed: dict[str, bool],
     needs_cuda: bool,
 ) -> None:
     asked = settings(mode, rollout_percent=percent, rollout_hosts=patterns, rollout_archs=patterns)
-    decision = decide(asked, facts, GATES, needs_cuda=needs_cuda)
+    gates = [*GATES, *gates]
+    decision = decide(asked, facts, gates, needs_cuda=needs_cuda, probed=probed)
     assert isinstance(decision, Decision)
-    assert decision == decide(asked, facts, GATES, needs_cuda=needs_cuda)
+    assert decision == decide(asked, facts, gates, needs_cuda=needs_cuda, probed=probed)
     assert decision.enabled is (decision.strategy is Strategy.LEADER_WORKER)
     assert decision.message
-    if decision.enabled:
-        assert facts.flashinfer is not None
-        assert mode is Mode.FORCE or all(gate.state == "open" for gate in decision.gates)
+    assert json.dumps(decision.to_json())
+    if not decision.enabled:
+        assert (decision.skip_ops, decision.sync_forbidden) == ((), "")
+        return
+    assert facts.flashinfer is not None
+    for gate, record in zip(gates, decision.gates, strict=True):
+        if record.state != "closed":
+            continue
+        assert mode is Mode.FORCE or gate.effect is not Effect.CLOSE_CACHE
+        assert gate.effect is not Effect.SKIP_OPS or set(gate.ops) <= set(decision.skip_ops)
+        assert gate.effect is not Effect.NO_SYNC or decision.sync_forbidden
+
+
+@given(
+    st.none() | st.sampled_from(Mode), some_facts, some_gates, some_gates, some_findings, st.data()
+)
+def test_adding_gates_never_turns_the_cache_on_and_never_tunes_more(
+    mode: Mode | None,
+    facts: Facts,
+    gates: list[Gate],
+    more: list[Gate],
+    probed: dict[str, bool],
+    data: st.DataObject,
+) -> None:
+    asked = settings(mode)
+    mixed = data.draw(st.permutations([*gates, *more]))
+    before = decide(asked, facts, gates, probed=probed)
+    after = decide(asked, facts, mixed, probed=probed)
+    assert before.enabled or not after.enabled
+    if after.enabled:
+        assert set(before.skip_ops) <= set(after.skip_ops)
+        assert bool(after.sync_forbidden) or not before.sync_forbidden

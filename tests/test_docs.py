@@ -16,6 +16,7 @@ import typer.main
 from fi_flags import errors, logs, render
 from fi_flags.cli import app
 from fi_flags.decision import Reason
+from fi_flags.gates import Effect, load_gates
 from fi_flags.layers import PREFIX, Inputs
 from fi_flags.report import Outcome
 from fi_flags.settings import FlashInferSettings, Mode, describe, plan_values
@@ -25,7 +26,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fi_flags"
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/architecture.md")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/rollout.md",
+)
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
@@ -46,8 +53,9 @@ def column(text: str, heading: str) -> list[str]:
     return [row[0].strip("`") for row in rows(text, heading)]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 # -- settings -------------------------------------------------------------------------------
@@ -60,6 +68,8 @@ def default_of(value: object, *, required: bool) -> str:
         return "`on`" if value else "`off`"
     if isinstance(value, list):
         value = ",".join(value)
+    if value is None:
+        return "none"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return f"`{text}`" if text else "none"
 
@@ -94,13 +104,37 @@ def test_every_spelling_in_the_table_asks_for_its_mode(mode: Mode) -> None:
 
 def test_reasons_in_capitals_exist() -> None:
     known = {reason.value for reason in Reason}
-    for page in (README, ARCHITECTURE):
+    for page in (README, ARCHITECTURE, (ROOT / "docs" / "rollout.md").read_text()):
         spoken = set(re.findall(r"`([A-Z]+_[A-Z_]+)`", page))
         variables = {str(one["env"]) for one in describe(FlashInferSettings()).values()}
         bare = {name.removeprefix(PREFIX) for name in variables}
         assert spoken <= known | variables | bare | {PREFIX, f"{PREFIX}FLAGS_FILE"} | {
             "PIP_EXTRA_INDEX_URL"
         }
+
+
+# -- gates ----------------------------------------------------------------------------------
+
+
+def test_gates_table_is_the_shipped_gates() -> None:
+    told = [re.match(r"\[`(.+)`\]\((.+)\)", row[0]) for row in rows(README, "gate id")]
+    shipped = load_gates()
+    assert [one and one.groups() for one in told] == [(gate.id, gate.url) for gate in shipped]
+    for row, gate in zip(rows(README, "gate id"), shipped, strict=True):
+        assert row[2] == (", ".join(gate.archs) or "any")
+        assert re.findall(r"`([\w:]+)`", row[3]) == [
+            *gate.ops,
+            *["autotune_distributed_sync"] * (gate.effect is Effect.NO_SYNC),
+        ]
+
+
+def test_file_of_gates_that_is_shown_is_accepted(tmp_path: Path) -> None:
+    (shown,) = [block for block in blocks("toml") if "[[gate]]" in block]
+    file = tmp_path / "gates.toml"
+    file.write_text(shown)
+    gates = {gate.id: gate for gate in load_gates(file)}
+    assert gates["our-moe"].ops
+    assert gates["cluster-z-results"].lifted_by == str(file)
 
 
 # -- command line ---------------------------------------------------------------------------
@@ -123,11 +157,12 @@ def test_every_command_is_in_the_readme_with_its_options() -> None:
     assert told == commands()
 
 
-def test_every_command_that_is_shown_exists_with_its_options() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/rollout.md"])
+def test_every_command_that_is_shown_exists_with_its_options(page: str) -> None:
     known = commands()
     shown = [
         shlex.split(line.partition("#")[0])
-        for block in blocks("sh")
+        for block in blocks("sh", page)
         for line in block.splitlines()
         if re.search(r"fi[-_]flags", line)
     ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from importlib import metadata
@@ -42,6 +43,9 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
         return "NVIDIA B200" if handle else b"NVIDIA H200"
 
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.1"
+
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> list[int]:  # noqa: N802
         return [[9, 0], [10, 0]][handle]
 
@@ -49,6 +53,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: None)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
 
@@ -87,11 +92,23 @@ def test_arch_is_named_as_compilers_do(nvml: FakeNvml) -> None:
 
 
 def test_no_driver_is_no_gpu(nvml: FakeNvml) -> None:
+    assert gather_facts({}).driver == "580.1"
     nvml.driver = False
     assert gather_facts({}).gpu is None
+    assert gather_facts({}).driver is None
     assert nvml.open == 0
 
 
+@pytest.mark.usefixtures("nvml")
+def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> object:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert gather_facts({}).gpu is None
+
+
+@pytest.mark.usefixtures("nvml")
 def test_no_nvml_package_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gather_facts({}).gpu is None
@@ -102,6 +119,41 @@ def test_versions_are_those_installed() -> None:
     assert facts.flashinfer == metadata.version("flashinfer-python")
     assert facts.torch == metadata.version("torch")
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"torch": "2.11.0+cu130"}, "13.0"),
+        ({"torch": "2.6.0+cu128", "nvidia-cuda-runtime-cu12": "12.6.77"}, "12.8"),
+        ({"torch": "2.13.0+cpu", "nvidia-cuda-runtime": "13.0.96"}, None),
+        ({"torch": "2.11.0"}, None),
+        ({"torch": "2.11.0", "nvidia-cuda-runtime": "13.0.96"}, "13.0.96"),
+        ({"torch": "2.9.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, "12.8.90"),
+        ({}, None),
+    ],
+)
+def test_cuda_is_what_torch_was_built_for(
+    installed: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert gather_facts({}).cuda == expected
+
+
+@pytest.mark.parametrize("framework", ["vllm", "sglang"])
+def test_frameworks_are_known_by_their_metadata(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(gather_facts({}), framework) is None
+    versions = {framework: "0.33.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name, "1"))
+    assert getattr(gather_facts({}), framework) == "0.33.0"
 
 
 @pytest.mark.parametrize(

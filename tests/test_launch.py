@@ -231,3 +231,23 @@ def test_only_rank_0_prints_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> N
     for rank, expected in (("0", {}), ("1", None)):
         environ = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank}
         assert launch.launch(launch.Job(), 2, environ) == expected
+
+
+def test_a_rank_that_never_comes_to_torchrun_is_named_within_the_join_deadline(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "rank.sh"
+    script.write_text(
+        f'[ "$RANK" = 1 ] && exec sleep 60\nexec {sys.executable} -m fi_flags warmup --tokens 4\n'
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "--no-python", "sh", str(script)],
+        env=environment(tmp_path, "on", VLLM_FLASHINFER_AUTOTUNE_JOIN_S="2"),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "rank 1 did not join in phase join: not heard within 2 s" in done.stderr

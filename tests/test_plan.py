@@ -69,6 +69,38 @@ def over_the_wire(one: Ballot) -> Ballot:
     return Ballot.from_json(json.loads(json.dumps(one.to_json())))
 
 
+# -- gates ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [{}, OK])
+def test_ops_that_a_rank_may_not_use_are_left_out_by_all(table: dict[str, Any]) -> None:
+    ballots = [ballot(0, skip_ops=["moe"], **table), ballot(1, skip_ops=["moe"], **table)]
+    gated = [ballots[0], dataclasses.replace(ballots[1], gate_ops=("gemm",))]
+    assert make_plan(ballots).skip_ops == {"moe"}
+    plan = make_plan([over_the_wire(one) for one in gated])
+    assert plan.skip_ops == {"moe", "gemm"}
+    assert plan.action is (Action.WARM if table else Action.COLD)
+
+
+def test_ops_of_gates_are_tuned_as_ever_where_the_cache_is_not_used() -> None:
+    assert make_plan([ballot(0, gate_ops=("gemm",)), off(1)]).skip_ops == set()
+    unusable = [ballot(0, gate_ops=("gemm",), unusable="old"), ballot(1)]
+    assert make_plan(unusable).skip_ops == set()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_timings_are_not_shared_where_a_gate_forbids_it_and_the_plan_names_it(who: int) -> None:
+    ballots = [
+        ballot(r, distributed_sync=True, no_sync="unagreed-hits" if r == who else "")
+        for r in (0, 1)
+    ]
+    plan = make_plan([over_the_wire(one) for one in ballots])
+    assert (plan.action, plan.sync) == (Action.COLD, False)
+    assert f"gate unagreed-hits (rank {who}) forbids it" in plan.why
+    unasked = [dataclasses.replace(one, settings=default_settings()) for one in ballots]
+    assert "forbids" not in make_plan(unasked).why
+
+
 # -- rule 1: an error -----------------------------------------------------------------------
 
 
@@ -369,7 +401,7 @@ def ballots_of(draw: st.DrawFn) -> list[Ballot]:
         "mode": st.sampled_from(["off", "on", "auto", "auto", "force", "shadow"]),
         "reason": st.sampled_from([r.value for r in Reason] + ["AUTO_ELIGIBLE"] * 3 + ["NEW"]),
         "strategy": strategies,
-        "workload": words,
+        "workload": words.map(lambda word: word or "toy"),
         "environment": st.dictionaries(st.sampled_from(["gpu", "cudnn"]), words),
         "features": st.lists(words).map(tuple),
         "unusable": words,
@@ -383,6 +415,8 @@ def ballots_of(draw: st.DrawFn) -> list[Ballot]:
         "distributed_sync": st.booleans(),
         "skip_ops": st.lists(words, max_size=2) | st.lists(words, max_size=2).map(tuple),
         "on_failure": st.sampled_from(["raise", "untuned"]),
+        "gate_ops": st.lists(words, max_size=2).map(tuple),
+        "no_sync": st.sampled_from(["", "", "gate"]),
     }
     common = {
         name: draw(values)
@@ -450,7 +484,8 @@ def check_rules(ballots: list[Ballot], plan: Plan) -> None:
     assert (plan.action is Action.FAIL) == any(b.error for b in ballots)
     assert plan.why
     assert plan.tuners <= {b.rank for b in ballots}
-    assert plan.skip_ops == {op for b in ballots for op in b.settings["autotune_skip_ops"]}
+    gated = {op for b in ballots for op in b.gate_ops if cached}
+    assert plan.skip_ops == gated | {op for b in ballots for op in b.settings["autotune_skip_ops"]}
     if plan.action is Action.WARM:
         assert plan.leader == min(ok)
         assert access != "wo"
@@ -473,6 +508,7 @@ def check_rules(ballots: list[Ballot], plan: Plan) -> None:
     if plan.sync:
         assert plan.action is Action.COLD
         assert plan.tuners == {b.rank for b in ballots}
+        assert not any(b.no_sync for b in ballots)
     if plan.publish or plan.exchange:
         assert plan.action in (Action.WARM, Action.COLD)
 

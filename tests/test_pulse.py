@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fi_flags.pulse import FAILURE, post_first
 from fi_flags.watch import Deadlines, Failure, Watch
+from fi_flags.wire import Wire
 
 DEADLINES = Deadlines(join=100, silence=60, standstill=1000)
 
@@ -224,7 +225,7 @@ def test_nobody_to_watch_is_no_fault() -> None:
 
 
 def test_the_first_failure_that_was_posted_stays() -> None:
-    store = HashStore()
+    store = Wire(HashStore(), 5.0)
     first = Failure("failed", (1,), "a", "run", "ValueError: first")
     second = Failure("failed", (2,), "b", "load", "ValueError: second")
     assert post_first(store, FAILURE, first) == first
@@ -233,7 +234,7 @@ def test_the_first_failure_that_was_posted_stays() -> None:
 
 
 def test_a_failure_is_posted_as_json() -> None:
-    store = HashStore()
+    store = Wire(HashStore(), 5.0)
     failure = Failure("lost", (1, 2), "h", "run", 'a "cause"\nin two lines')
     post_first(store, "gone", failure)
     assert json.loads(store.get("gone")) == dataclasses.asdict(failure) | {"ranks": [1, 2]}

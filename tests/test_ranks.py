@@ -21,9 +21,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+from fi_flags import ranks as ranks_module
 from fi_flags.errors import RanksError
 from fi_flags.ranks import Meeting, Ranks
 from fi_flags.watch import Deadlines
+from fi_flags.wire import Wire
 from tests.toy import Crowd
 
 T = TypeVar("T")
@@ -619,7 +621,7 @@ def test_a_dead_store_is_a_ranks_error_that_says_so(error: Exception, step: str)
     }
 
     def talk(meeting: Meeting) -> None:
-        meeting._wire = Dead(error)  # type: ignore[assignment]
+        meeting._wire._store = Dead(error)
         steps[step](meeting)
 
     (caught,) = lost([alone(talk)])
@@ -630,7 +632,7 @@ def test_a_dead_store_is_a_ranks_error_that_says_so(error: Exception, step: str)
 
 def test_a_store_that_dies_under_the_pulse_ends_the_wait() -> None:
     def talk(meeting: Meeting) -> None:
-        meeting._pulse._wire = Dead(RuntimeError("gone\nfor good"))  # type: ignore[assignment]
+        meeting._pulse._wire._store = Dead(RuntimeError("gone\nfor good"))
         meeting.vote(0)
 
     with within(3):
@@ -800,3 +802,67 @@ def test_processes_over_tcp_vote_and_name_the_one_that_dies() -> None:
     kind, text = json.loads(said[0][0])
     assert kind == "RanksError"
     assert "rank 1 (host1) was lost in phase run: last heard 1." in text
+
+
+class Frozen:
+    """A store whose server answers for a while, and then never again: a stopped or cut-off host."""
+
+    def __init__(self, store: Any, freeze: threading.Event) -> None:
+        self.store, self.freeze = store, freeze
+
+    def clone(self) -> Frozen:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if self.freeze.is_set():
+                threading.Event().wait(60)
+            return getattr(self.store, name)(*arguments)
+
+        return call
+
+
+def test_a_wire_that_gets_no_answer_raises_then_and_at_once_ever_after() -> None:
+    freeze = threading.Event()
+    wire = Wire(Frozen(dist.HashStore(), freeze), 0.2)  # type: ignore[attr-defined, arg-type]
+    wire.set("a", "1")
+    assert wire.get("a") == b"1"
+    freeze.set()
+    for limit in (1.0, 0.05):
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="no answer to check within"):
+            wire.check(["a"])
+        assert time.monotonic() - began < limit
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_store_that_freezes_ends_every_rank_wherever_it_is(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze, ended = threading.Event(), []
+    opened = ranks_module._open
+
+    def frozen_open(ranks: Ranks) -> Any:
+        return tuple(Frozen(store, freeze) for store in opened(ranks))
+
+    monkeypatch.setattr(ranks_module, "_open", frozen_open)
+    deadlines = Deadlines(join=5, silence=0.5, standstill=5, grace=0.2)
+    out = threading.Event()
+
+    def end(code: int, /) -> None:
+        ended.append(code)
+        out.set()
+
+    def work(ranks: Ranks) -> None:
+        with ranks.meet(deadlines, end_process=end) as meeting:
+            meeting.vote(0)
+            freeze.set()
+            if inside:
+                with meeting.inside():
+                    assert out.wait(10), "still inside the model"
+            meeting.vote(1)
+
+    errors = Crowd(2, limit=15).each(work)
+    assert all(isinstance(error, RanksError) for error in errors)
+    assert all("no answer to" in str(error) for error in errors)
+    assert bool(ended) == inside

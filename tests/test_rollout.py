@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fi_flags.facts import Facts
-from fi_flags.rollout import draw, roll_out
+from fi_flags.rollout import draw, preview, roll_out
 from fi_flags.settings import FlashInferSettings
 
 HERE = Facts(
@@ -56,6 +56,21 @@ def test_another_salt_draws_another_sample() -> None:
     one, other = ({name for name in ids if draw(salt, name) < 10} for salt in ("a", "b"))
     assert len(one & other) < len(one) / 2
     assert draw("a", "bc") != draw("ab", "c")
+
+
+@given(st.lists(texts, max_size=9), st.floats(0, 100), texts.filter(str.isprintable))
+def test_preview_draws_each_id_once_as_the_roll_out_does(
+    ids: list[str], percent: float, salt: str
+) -> None:
+    settings = FlashInferSettings.load(
+        environ={}, dotenv=None, rollout_percent=percent, rollout_salt=salt
+    )
+    places = preview(settings, ids)
+    assert [one.id for one in places] == list(dict.fromkeys(ids))
+    for one in places:
+        assert one.place == draw(settings.rollout_salt, one.id)
+        if one.id.strip() == one.id and one.id.isprintable() and one.id:
+            assert one.included is included(percent=percent, salt=salt, id=one.id)
 
 
 def test_nobody_at_nought_and_everybody_at_a_hundred() -> None:

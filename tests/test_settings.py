@@ -182,6 +182,7 @@ def test_every_setting_can_come_from_environment_and_from_toml(field: str, tmp_p
         "rollout_hosts": ("a*, b", ("a*", "b")),
         "rollout_deny_hosts": ("c", ("c",)),
         "rollout_archs": ("sm90,sm100", ("sm90", "sm100")),
+        "gates_file": (" /etc/gates.toml", Path("/etc/gates.toml")),
         "flags_log": ("JSON", LogFormat.JSON),
     }.get(field, ("7.5", 7.5))
     file = tmp_path / "flags.toml"
@@ -248,6 +249,7 @@ def test_process_surroundings_are_read_without_arguments(
         ("autotune_cache_dir", "/tables/\udc80"),
         ("autotune_cache_dir", "~nobody-of-this-name/tables"),
         ("autotune_cache_dir", 3),
+        ("gates_file", "gates.toml"),
     ],
 )
 def test_bad_value_is_refused_by_name(field: str, value: object) -> None:
@@ -388,6 +390,36 @@ def test_unknown_key_is_refused_with_the_nearest(
     assert error.fields["name"] == name
     assert meant in str(error)
     assert str(file) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value", "accepted"),
+    [
+        ("persistent_cache = 3", "persistent_cache", "3", "off (0, false, no)"),
+        ("gates_file = 3", "gates_file", "3", "an absolute path"),
+        ("[autotune]\ncache_dir = ['/t']", "autotune.cache_dir", "['/t']", "an absolute path"),
+        ("[autotune]\nskip_ops = 3", "autotune.skip_ops", "3", "in TOML an array of texts"),
+        ("[autotune]\nskip_ops = [3]", "autotune.skip_ops", "[3]", "a text"),
+        ("[autotune]\ndistributed_sync = 2", "autotune.distributed_sync", "2", "on (1, true"),
+        ("[autotune]\njoin_s = true", "autotune.join_s", "True", "a number of seconds"),
+        ("[rollout]\npercent = []", "rollout.percent", "[]", "a number from 0 to 100"),
+        ("[rollout]\nid = 7", "rollout.id", "7", "a text"),
+        ("log = 1979-05-27", "log", "datetime.date(1979, 5, 27)", "auto, json, console"),
+        ("jion_s = 7", "jion_s", "7", "settings are: "),
+        ("[autotune]\njion_s = 7", "autotune.jion_s", "7", "autotune.join_s"),
+    ],
+)
+def test_wrong_type_or_key_in_toml_is_refused_by_file_key_value_and_what_is_accepted(
+    text: str, name: str, value: str, accepted: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text(text)
+    error = refusal(lambda: load(config=file))
+    assert f"{name}" in error.message
+    assert f"= {value} (toml:{file})" in error.message
+    assert accepted in error.hint
+    fields = {key: error.fields[key] for key in ("name", "value", "source")}
+    assert fields == {"name": name, "value": value, "source": f"toml:{file}"}
 
 
 def test_unknown_argument_is_refused_with_the_nearest() -> None:
@@ -598,13 +630,14 @@ def test_shipped_toml_changes_nothing_and_its_comments_are_the_defaults(
     assert set(load(config=shipped).provenance.values()) == set(load().provenance.values())
     lines = shipped.read_text().splitlines()
     uncommented = tmp_path / "all.toml"
-    uncommented.write_text("\n".join(line.removeprefix("#") for line in lines if line[:2] != "# "))
+    kept = (line.removeprefix("#") for line in lines if line[:2] not in ("# ", "#:"))
+    uncommented.write_text("\n".join(kept))
     written = load(config=uncommented)
     defaults = load({"XDG_CACHE_HOME": "/home/me/.cache"})
     assert written.model_dump() == defaults.model_dump()
     toml = f"toml:{uncommented}"
     unset = {name for name, origin in written.provenance.items() if origin.source != toml}
-    assert unset == {"rollout_salt", "rollout_id"}
+    assert unset == {"rollout_salt", "rollout_id", "gates_file"}
 
 
 def test_shipped_dotenv_names_every_variable_at_its_default(
@@ -667,7 +700,15 @@ def test_random_bytes_are_never_worse_than_a_clear_error(
     never_worse_than_settings_error(lambda: load(**given))
 
 
-@hypothesis.given(st.dictionaries(st.sampled_from([toml_key(field) for field in FIELDS]), literals))
+@hypothesis.given(
+    st.dictionaries(
+        st.sampled_from([toml_key(field) for field in FIELDS])
+        | st.text(max_size=8).map(json.dumps)
+        | st.text("abc._", min_size=1, max_size=8).map("rollout.{}".format),
+        literals,
+        max_size=4,
+    )
+)
 def test_random_toml_is_never_worse_than_a_clear_error(
     tmp_path_factory: pytest.TempPathFactory, document: dict[str, str]
 ) -> None:

@@ -23,8 +23,9 @@ from fi_flags.report import Outcome, Report
 from fi_flags.settings import FlashInferSettings
 from fi_flags.store import Store
 from fi_flags.table import parse
+from fi_flags.tuner import Tuner
 from fi_flags.warmup import flashinfer_autotune, warm_up
-from tests.toy import Crowd, Toy, fresh_tuner, own_tuners, this_thread
+from tests.toy import Alpha, Beta, Crowd, Toy, choose_one, fresh_tuner, own_tuners, this_thread
 
 WORLDS = [1, 2, 4]
 Cost = Callable[[int, str, Any], float]
@@ -390,6 +391,80 @@ def test_skipped_ops_are_not_loaded_and_their_entries_stay(tmp_path: Path) -> No
     assert tables(tmp_path)[0].read_bytes() == before
 
 
+GATE = """
+[[gate]]
+id = "moe-here"
+title = "moe goes wrong"
+url = "https://example.invalid/1"
+affected = ">=0"
+effect = "skip_ops"
+ops = ["moe"]
+[[gate]]
+id = "no-timings"
+title = "it hangs"
+url = "https://example.invalid/2"
+affected = ">=0"
+effect = "no_sync"
+"""
+
+
+def gated(tmp_path: Path, text: str = GATE) -> dict[str, Any]:
+    file = tmp_path / "gates.toml"
+    file.write_text(text)
+    return {"gates_file": file}
+
+
+@pytest.mark.parametrize("flag", ["on", "auto", "force"])
+def test_ops_of_a_gate_are_neither_tuned_nor_loaded_with_the_cache_on(
+    flag: str, tmp_path: Path
+) -> None:
+    own = gated(tmp_path) | {"autotune_distributed_sync": True}
+    cold, served = start(2, tmp_path, flag, given=lambda _r: own)
+    warm, served_warm = start(2, tmp_path, flag, given=lambda _r: own)
+    assert (outcomes(cold), outcomes(warm)) == ({Outcome.COLD}, {Outcome.WARM})
+    for tactics in served + served_warm:
+        assert {t for (op, _m), (_r, t) in tactics.items() if op == "moe"} == {-1}
+        assert -1 not in {t for (op, _m), (_r, t) in tactics.items() if op == "gemm"}
+    assert cold[1].plan.skip_ops == {"moe"}
+    assert cold[1].decision.skip_ops == ("moe",)
+    assert not cold[0].plan.sync
+    assert "gate no-timings (ranks 0, 1) forbids it" in cold[0].plan.why
+
+
+def test_with_the_flag_off_a_gate_leaves_no_op_out(tmp_path: Path) -> None:
+    reports, served = start(2, tmp_path, "off", given=lambda _r: gated(tmp_path))
+    assert outcomes(reports) == {Outcome.UNCACHED}
+    assert -1 not in {tactic for _runner, tactic in served[0].values()}
+
+
+def test_ops_that_this_flashinfer_cannot_leave_out_cost_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "features", ("file_key",))
+    reports, served = start(2, tmp_path, given=lambda _r: gated(tmp_path))
+    assert outcomes(reports) == {Outcome.UNCACHED}
+    assert reports[0].plan.reason is Reason.CACHE_UNUSABLE
+    assert "a gate leaves out moe, which this FlashInfer cannot" in reports[0].plan.why
+    assert -1 not in {tactic for _runner, tactic in served[0].values()}
+    assert tables(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["lift = ['nothing-such']", "not TOML", None])
+def test_a_bad_file_of_gates_means_off_and_an_error_record(
+    text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = gated(tmp_path, text or "")
+    if text is None:
+        own["gates_file"].unlink()
+    reports, _served = start(2, tmp_path, given=lambda _r: own)
+    assert outcomes(reports) == {Outcome.UNCACHED}
+    assert reports[0].decision.reason is Reason.INVALID_SETTING
+    assert str(own["gates_file"]) in reports[0].decision.message
+    decisions = [r for r in caplog.records if logs.event_of(r)["event"] == logs.DECISION]
+    assert {r.levelname for r in decisions} == {"ERROR"}
+    assert tables(tmp_path) == []
+
+
 @pytest.mark.parametrize("flag", ["on", "off"])
 def test_a_workload_without_tunable_ops_leaves_no_file(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -516,21 +591,129 @@ def test_on_failure_untuned_serves_the_defaults_on_every_rank(flag: str, tmp_pat
     assert not tables(tmp_path)
 
 
-def test_a_rank_that_cannot_start_is_named_on_every_rank(
-    tmp_path: Path,
-) -> None:
-    class Unknowable(Toy):
-        @property
-        def identity(self) -> dict[str, Any]:
-            raise OSError("no model here")
+class Unknowable(Toy):
+    @property
+    def identity(self) -> dict[str, Any]:
+        raise OSError("no model here")
 
+
+class Unstartable(Toy):
+    @property
+    def needs_cuda(self) -> bool:
+        raise OSError("no driver here")
+
+    @needs_cuda.setter
+    def needs_cuda(self, _value: bool) -> None:
+        pass
+
+
+def test_a_rank_that_cannot_start_is_named_on_every_rank_at_once(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Report:
-        toy = Unknowable() if ranks.rank == 1 else Toy()
+        toy = Unstartable() if ranks.rank == 1 else Toy()
         return warm_up(toy, ranks=ranks, settings=settings(tmp_path))
 
-    for error in Crowd(2).each(work):
+    for error in Crowd(2, limit=5).each(work):
         assert isinstance(error, RanksError)
-        assert "rank 1 (host1): OSError: no model here" in str(error)
+        assert "rank 1 (host1): OSError: no driver here" in str(error)
+
+
+@pytest.mark.parametrize("flag", ["on", "off"])
+def test_an_identity_that_cannot_be_told_costs_the_cache_and_not_the_start(
+    flag: str, tmp_path: Path
+) -> None:
+    reports, served = start(
+        2, tmp_path, flag, toys=lambda rank: Unknowable() if rank == 1 else Toy()
+    )
+    assert outcomes(reports) == {Outcome.UNCACHED}
+    assert all(tactic == 0 for s in served for _runner, tactic in s.values())
+    told = "OSError: no model here (rank 1)" in reports[0].plan.why
+    assert told == (flag == "on"), "off does not even ask"
+
+
+@pytest.mark.parametrize("odd", [{"dtype": torch.float16}, {"path": Path("/m")}, {1: 2}])
+def test_an_identity_that_is_not_json_is_named_by_its_text(odd: Any, tmp_path: Path) -> None:
+    class Odd(Toy):
+        @property
+        def identity(self) -> dict[str, Any]:
+            return dict(odd)
+
+    for expected in (Outcome.COLD, Outcome.WARM):
+        reports, _ = start(2, tmp_path, toys=lambda _r: Odd())
+        assert outcomes(reports) == {expected}
+
+
+def test_an_identity_that_differs_in_every_process_is_refused(tmp_path: Path) -> None:
+    class Shifty(Toy):
+        @property
+        def identity(self) -> dict[str, Any]:
+            return {"model": object()}
+
+    reports, _ = start(2, tmp_path, toys=lambda _r: Shifty())
+    assert reports[0].plan.reason is Reason.CACHE_UNUSABLE
+    assert "differs from process to process" in reports[0].plan.why
+
+
+def test_a_progress_bar_that_fails_costs_the_bar_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenPipeError("no terminal")
+
+    fresh_tuner()
+    report = warm_up(Toy(), ranks=Ranks(), settings=settings(tmp_path), on_step=broken)
+    assert report.outcome is Outcome.COLD
+    said = [e for e in map(logs.event_of, caplog.records) if e["event"] == logs.NO_PROGRESS]
+    assert [event["why"] for event in said] == ["BrokenPipeError: no terminal"]
+
+
+def test_inside_someone_elses_autotune_the_table_is_left_alone(tmp_path: Path) -> None:
+    fresh_tuner()
+    with autotune(True):
+        report = warm_up(Toy(), ranks=Ranks(), settings=settings(tmp_path))
+    assert report.plan.reason is Reason.CACHE_UNUSABLE
+    assert "someone else's autotune() is open" in report.plan.why
+
+
+def test_runners_that_differ_in_attributes_only_serve_what_the_next_start_will(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twins(Toy):
+        """One call, asked of two runners of one class and key that hash apart."""
+
+        def choose(self, op: str, tokens: int | None = None) -> Any:
+            first, second = Alpha(op), Alpha(op)
+            first.where, second.where = 1, 2
+            both = [choose_one(op, runner, tokens or self.tokens) for runner in (first, second)]
+            return str(both), 0
+
+    taken = iter(range(100))
+
+    def cost(_rank: int, _name: str, tactic: Any) -> float:
+        return float((tactic + next(taken)) % 7)
+
+    with own_tuners(monkeypatch, cost):
+        cold, served = start(1, tmp_path, toys=lambda _r: Twins(ops=("gemm",)))
+        warm, again = start(1, tmp_path, toys=lambda _r: Twins(ops=("gemm",)))
+    assert (outcomes(cold), outcomes(warm)) == ({Outcome.COLD}, {Outcome.WARM})
+    assert served == again
+
+
+def test_ranks_whose_calls_offer_other_runners_keep_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneRunner(Toy):
+        def choose(self, op: str, tokens: int | None = None) -> Any:
+            runner = Alpha() if this_thread.rank == 0 else Beta()
+            return choose_one(op, runner, tokens or self.tokens)
+
+    with own_tuners(monkeypatch, functools.partial(nearest, 1)):
+        cold, served = start(2, tmp_path, toys=lambda _r: OneRunner(ops=("gemm",)))
+        warm, again = start(2, tmp_path, toys=lambda _r: OneRunner(ops=("gemm",)))
+    assert (outcomes(cold), outcomes(warm)) == ({Outcome.COLD}, {Outcome.WARM})
+    assert served == again
+    assert set(served[0].values()) == {("Alpha", 1)}
+    assert set(served[1].values()) == {("Beta", 1)}
+    one_digest(warm)
 
 
 def test_profiles_whose_every_tactic_fails_are_counted(tmp_path: Path) -> None:

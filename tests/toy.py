@@ -18,6 +18,7 @@ from flashinfer.autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, Tu
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fi_flags.ranks import Ranks
+from fi_flags.testing import attempt, in_memory
 from fi_flags.tuner import wall_clock
 
 T = TypeVar("T")
@@ -61,6 +62,14 @@ _CONFIG = TuningConfig(
 )
 
 
+def choose_one(op: str, runner: Alpha, tokens: int, *others: Alpha) -> Chosen:
+    """The runner and tactic that the tuner answers for a call that offers these runners."""
+    inputs = [torch.zeros(tokens, 8), torch.zeros(8, 8)]
+    chosen, tactic = AutoTuner.get().choose_one(op, [runner, *others], _CONFIG, inputs)
+    chosen(inputs, tactic=tactic)
+    return type(chosen).__name__, tactic
+
+
 @dataclass
 class Toy:
     """Ops by name, each with its runners' extras; ``between`` is called before each op."""
@@ -87,11 +96,7 @@ class Toy:
     def choose(self, op: str, tokens: int | None = None) -> Chosen:
         """The runner and tactic that the tuner answers for one call of an op."""
         name, _, extra = op.partition("/")
-        inputs = [torch.zeros(tokens or self.tokens, 8), torch.zeros(8, 8)]
-        tuner = AutoTuner.get()
-        runner, tactic = tuner.choose_one(name, [Alpha(extra), Beta(extra)], _CONFIG, inputs)
-        runner(inputs, tactic=tactic)
-        return type(runner).__name__, tactic
+        return choose_one(name, Alpha(extra), tokens or self.tokens, Beta(extra))
 
     def serving(self) -> dict[tuple[str, int], Chosen]:
         """What is served now, outside tuning, for every op and bucket."""
@@ -142,28 +147,21 @@ class Crowd:
     store: HashStore = field(default_factory=HashStore)
 
     def ranks(self, rank: int) -> Ranks:
-        if self.world == 1:
-            return Ranks(host="host0")
-        return Ranks(rank, self.world, self.store, name=self.name, host=f"host{rank}")
+        return in_memory(self.world, self.name, self.store)[rank]
 
     def each(self, work: Callable[[Ranks], T]) -> list[T | BaseException]:
         """What each rank returned or raised; a rank that does not end fails the test."""
-        results: dict[int, T | BaseException] = {}
 
-        def go(rank: int) -> None:
-            this_thread.rank = rank
-            try:
-                results[rank] = work(self.ranks(rank))
-            except BaseException as error:  # noqa: BLE001 - handed to the test
-                results[rank] = error
+        def go(ranks: Ranks) -> T:
+            this_thread.rank = ranks.rank
+            return work(ranks)
 
-        threads = [threading.Thread(target=go, args=(r,), daemon=True) for r in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for rank, thread in enumerate(threads):
-            thread.join(self.limit)
-            assert not thread.is_alive(), f"rank {rank} still runs after {self.limit} s"
-        return [results[rank] for rank in range(self.world)]
+        group = in_memory(self.world, self.name, self.store)
+        results, errors = attempt(group, go, self.limit)
+        done: dict[int, T | BaseException] = {**results, **errors}
+        late = [ranks.rank for ranks in group if ranks.rank not in done]
+        assert not late, f"ranks {late} still run after {self.limit} s"
+        return [done[ranks.rank] for ranks in group]
 
     def all(self, work: Callable[[Ranks], T]) -> list[T]:
         """As ``each``, where no rank may raise."""
