@@ -68,7 +68,21 @@ class Device(str, Enum):
 
 def main(prog_name: str = "fi-flags") -> None:
     """Run the command line and exit."""
-    app(prog_name=prog_name)
+    if "--json" not in sys.argv[1:]:
+        app(prog_name=prog_name)
+    try:
+        code = app(prog_name=prog_name, standalone_mode=False)
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except Exception as error:
+        # typer tells wrong usage by an exception of the click that it brings, under some name.
+        if not hasattr(error, "format_message"):
+            raise
+        wrong = SettingsError(error.format_message(), hint="see --help")
+        print_json({"error": _error_json(wrong)})
+        typer.echo(f"Error: {wrong.message}", err=True)
+        raise SystemExit(wrong.exit_code) from None
+    raise SystemExit(code or 0)
 
 
 @contextmanager

@@ -251,3 +251,13 @@ def test_a_rank_that_never_comes_to_torchrun_is_named_within_the_join_deadline(
     )
     assert done.returncode != 0
     assert "rank 1 did not join in phase join: not heard within 2 s" in done.stderr
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "abc"], ["--bogus"], ["--ranks", "0"]])
+def test_wrong_usage_is_a_document_under_json(wrong: list[str], tmp_path: Path) -> None:
+    done = warmup(tmp_path, "off", *wrong, "--json")
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert error["exit_code"] == 2
+    assert wrong[0] in error["message"]
+    assert "Traceback" not in done.stderr
