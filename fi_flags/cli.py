@@ -156,12 +156,16 @@ def explain(*, probe: Probe = False, as_json: AsJson = False, config: Config = N
         found = _probed(known, facts).found if probe else NOT_PROBED
         decision = decide(settings, facts, known, probed=found)
         described = describe(settings)
+        files = {
+            "file": None if settings.file is None else str(settings.file),
+            "hidden_files": [str(path) for path in settings.hidden],
+        }
         if as_json:
-            print_json({"decision": decision.to_json(), "settings": described})
+            print_json({"decision": decision.to_json(), "settings": described, **files})
         else:
             from fi_flags.render import console, render_explanation  # noqa: PLC0415 - no JSON
 
-            render_explanation(decision, described, console())
+            render_explanation(decision, described, files, console())
 
 
 @app.command()

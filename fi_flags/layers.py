@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import platformdirs
 from dotenv import dotenv_values
@@ -51,6 +51,22 @@ _VLLM_OWNS: Final = frozenset(
         f"{PREFIX}WORKSPACE_BUFFER_SIZE",
     }
 )
+
+
+class Layers(NamedTuple):
+    """What all sources say.
+
+    Attributes:
+        given: Each source, strongest first, from field to what it gave.
+        warnings: Variables that nothing reads, and what they resemble.
+        file: The TOML file that was read, if any.
+        hidden: TOML files in the usual places that it hides, since one file only is read.
+    """
+
+    given: list[dict[str, Given]]
+    warnings: tuple[str, ...]
+    file: Path | None
+    hidden: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -158,14 +174,8 @@ def read_toml(path: Path, name: str, hint: str) -> dict[str, Any]:
         ) from None
 
 
-def read_layers(
-    inputs: Inputs, fields: Sequence[str], init: Mapping[str, object]
-) -> tuple[list[dict[str, Given]], tuple[str, ...]]:
+def read_layers(inputs: Inputs, fields: Sequence[str], init: Mapping[str, object]) -> Layers:
     """Read every source once.
-
-    Returns:
-        The layers, strongest first, each from field to what was given; and warnings about
-        variables that nothing reads.
 
     Raises:
         SettingsError: a source cannot be read, or names a setting that does not exist.
@@ -173,15 +183,19 @@ def read_layers(
     environ = os.environ if inputs.environ is None else inputs.environ
     dotenv = _read_dotenv(inputs.dotenv)
     override = OVERRIDE.get() if inputs.override is None else inputs.override
-    layers = [
+    file = _find_toml(inputs, environ, dotenv)
+    given = [
         _named_layer(fields, override, "override"),
         _named_layer(fields, init, "init"),
         _variables_layer(fields, environ, "env"),
         _variables_layer(fields, dotenv, "dotenv"),
-        _toml_layer(fields, _find_toml(inputs, environ, dotenv)),
+        _toml_layer(fields, file),
         _default_layer(environ),
     ]
-    return layers, tuple(_misspelt(fields, [*environ, *dotenv]))
+    places = _usual_places(environ) if inputs.places is None else inputs.places
+    found = [place.absolute() for place in places if _is_file(place)]
+    hidden = tuple(place for place in found if place != file)
+    return Layers(given, tuple(_misspelt(fields, [*environ, *dotenv])), file, hidden)
 
 
 def is_set(value: object) -> bool:

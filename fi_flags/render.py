@@ -30,7 +30,10 @@ def console() -> Console:
 
 
 def render_explanation(
-    decision: Decision, settings: Mapping[str, Mapping[str, Any]], out: Console
+    decision: Decision,
+    settings: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, Any],
+    out: Console,
 ) -> None:
     """Print a decision, and every setting with its source."""
     _print_block(
@@ -40,6 +43,8 @@ def render_explanation(
         ("strategy", decision.strategy.value),
         ("mode", f"{decision.mode} (from {decision.source})"),
         ("because", decision.message),
+        ("file", files["file"] or "none found"),
+        *(("hidden", f"{path}, since one file only is read") for path in files["hidden_files"]),
         *(("gate", f"{gate.id} is {gate.state}, {gate.url}") for gate in decision.gates),
         *(("to do", link) for link in decision.todo),
     )

@@ -180,13 +180,15 @@ class FlashInferSettings(BaseSettings):
 
     _provenance: dict[str, Provenance] = PrivateAttr(default_factory=dict)
     _warnings: tuple[str, ...] = PrivateAttr(default=())
+    _files: tuple[Path | None, tuple[Path, ...]] = PrivateAttr(default=(None, ()))
     _invalid: SettingsError | None = PrivateAttr(default=None)
 
     def __init__(self, _inputs: Inputs | None = None, **init: Any) -> None:  # noqa: ANN401
         fields = tuple(type(self).model_fields)
-        layers, warnings = read_layers(_inputs or Inputs(), fields, init)
+        layers = read_layers(_inputs or Inputs(), fields, init)
         given = {
-            field: tuple(layer[field] for layer in layers if field in layer) for field in fields
+            field: tuple(layer[field] for layer in layers.given if field in layer)
+            for field in fields
         }
         try:
             values: dict[str, Any] = {field: all_[0].value for field, all_ in given.items() if all_}
@@ -204,7 +206,8 @@ class FlashInferSettings(BaseSettings):
             )
             for field, values in given.items()
         }
-        self._warnings = warnings + self._doubts()
+        self._warnings = layers.warnings + self._doubts()
+        self._files = (layers.file, layers.hidden)
 
     @classmethod
     def load(
@@ -252,7 +255,19 @@ class FlashInferSettings(BaseSettings):
         """The error for which `settings_or_off` fell back to off, if it did."""
         return self._invalid
 
+    @property
+    def file(self) -> Path | None:
+        """The TOML file that was read, if any."""
+        return self._files[0]
+
+    @property
+    def hidden(self) -> tuple[Path, ...]:
+        """TOML files in the usual places that were not read, since one file only is."""
+        return self._files[1]
+
     def _doubts(self) -> tuple[str, ...]:
+        if self.persistent_cache is not Mode.AUTO:
+            return ()  # nobody is drawn
         if self.rollout_percent == WHOLE or self.provenance["rollout_id"].source != DEFAULT:
             return ()
         percent, identity = variable("rollout_percent"), variable("rollout_id")

@@ -364,6 +364,9 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
+    if plan.action is Action.WARM:
+        place = crew.ballots[plan.leader].place
+        message += f"; it ran on the table {place}: if that is to blame, move it away"
     if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted for t in tallies):
         _give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)

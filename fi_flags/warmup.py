@@ -245,7 +245,7 @@ def _decide(
     decision = decide(settings, facts, gates, needs_cuda=workload.needs_cuda)
     if rank == 0:
         for warning in settings.warnings:
-            log.warning(logs.SETTING_WARNING, warning=warning)
+            log.warning(logs.SETTING_WARNING, message=warning)
     if rank == 0 or decision.reason is Reason.INVALID_SETTING:
         logs.log_decision(log, decision)
     return decision
@@ -308,7 +308,10 @@ def _say_plan(log: BoundLogger, plan: Plan, ballots: list[Ballot], votes: int) -
     damaged = any(ballot.table in spoilt for ballot in ballots)
     troubled = damaged or plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
     speak = log.warning if troubled else log.info
-    speak(logs.PLAN, action=plan.action.value, reason=plan.reason.value, why=plan.why, votes=votes)
+    # Should the run fail, moving this file away is the mend.
+    table = {"table": ballots[plan.leader].place} if plan.action is Action.WARM else {}
+    shown = {"action": plan.action.value, "reason": plan.reason.value, "why": plan.why}
+    speak(logs.PLAN, **shown, votes=votes, **table)
 
 
 def _report(
@@ -352,7 +355,7 @@ def _say_outcome(log: BoundLogger, report: Report) -> None:
             for name in ("loaded", "tuned", "missing", "failed")
         },
     }
-    if report.table is not None:
+    if report.table is not None and report.table.kept is not False:
         fields |= {"table": report.table.path, "digest": report.table.digest[:16]}
     if report.outcome is Outcome.UNTUNED or report.plan.reason is Reason.CACHE_UNUSABLE:
         fields["why"] = report.plan.why

@@ -30,7 +30,7 @@ def explained(*arguments: str, **environ: str) -> dict[str, Any]:
 
 def test_empty_environment_is_off_by_default_with_its_links() -> None:
     document = explained()
-    assert set(document) == {"decision", "settings"}
+    assert set(document) == {"decision", "settings", "file", "hidden_files"}
     decision = document["decision"]
     assert decision["enabled"] is False
     assert decision["mode"] == "off"

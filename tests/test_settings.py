@@ -501,8 +501,8 @@ def test_misspelt_variable_is_reported_with_the_name_it_resembles(
     ],
 )
 def test_variable_of_vllm_or_of_ours_is_not_reported(name: str) -> None:
-    _, warnings = read_layers(Inputs({name: "on"}, None, None, ()), FIELDS, {})
-    assert warnings == ()
+    layers = read_layers(Inputs({name: "on"}, None, None, ()), FIELDS, {})
+    assert layers.warnings == ()
 
 
 def test_near_miss_of_a_vllm_name_would_be_reported_but_for_the_list() -> None:
@@ -511,16 +511,40 @@ def test_near_miss_of_a_vllm_name_would_be_reported_but_for_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("percent", "identity", "warned"),
-    [("100", None, False), ("10", None, True), ("10", "me", False), ("0", None, True)],
+    ("mode", "percent", "identity", "warned"),
+    [
+        ("auto", "100", None, False),
+        ("auto", "10", None, True),
+        ("auto", "10", "me", False),
+        ("auto", "0", None, True),
+        ("on", "10", None, False),
+        ("off", "10", None, False),
+    ],
 )
-def test_percentage_without_an_id_is_doubted(
+def test_percentage_without_an_id_is_doubted_where_ids_are_drawn(
+    mode: str,
     percent: str,
     identity: str | None,
     warned: bool,
 ) -> None:
-    settings = load({}, rollout_percent=percent, rollout_id=identity)
+    settings = load({}, persistent_cache=mode, rollout_percent=percent, rollout_id=identity)
     assert bool(settings.warnings) is warned
+
+
+def test_the_file_that_was_read_and_those_it_hides_are_known(
+    surroundings: Path, tmp_path: Path
+) -> None:
+    user = tmp_path / "config" / "fi-flags" / "fi_flags.toml"
+    user.parent.mkdir(parents=True)
+    user.write_text('persistent_cache = "on"')
+    alone = FlashInferSettings.load()
+    assert (alone.file, alone.hidden) == (user, ())
+    mine = surroundings / "config" / "fi_flags.toml"
+    mine.parent.mkdir()
+    mine.write_text("")
+    masked = FlashInferSettings.load()
+    assert masked.persistent_cache is Mode.OFF
+    assert (masked.file, masked.hidden) == (mine, (user,))
 
 
 # The model
