@@ -149,8 +149,10 @@ def decide(
         settings, facts, shut
     )
     enabled = reason in _ENABLING
-    skipping = [gate for gate in closed if enabled and gate.effect is Effect.SKIP_OPS]
-    unsynced = [gate.id for gate in closed if enabled and gate.effect is Effect.NO_SYNC]
+    # Under auto rank 0 answers for all, so a rank that is left out here may yet be taken along.
+    may = enabled or reason is Reason.ROLLOUT_EXCLUDED
+    skipping = [gate for gate in closed if may and gate.effect is Effect.SKIP_OPS]
+    unsynced = [gate.id for gate in closed if may and gate.effect is Effect.NO_SYNC]
     skipped = "".join(f"; {gate.id} leaves out {', '.join(gate.ops)}" for gate in skipping)
     return Decision(
         enabled=enabled,

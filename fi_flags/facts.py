@@ -106,6 +106,8 @@ def _version(module: str, distribution: str) -> str | None:
         return metadata.version(distribution) or UNREADABLE
     except metadata.PackageNotFoundError:
         pass
+    except Exception:  # noqa: BLE001 - damaged metadata: it is there, and does not say
+        return UNREADABLE
     try:
         return UNREADABLE if importlib.util.find_spec(module) else None
     except ValueError:  # somebody put a module without a spec there
@@ -119,7 +121,7 @@ def _cuda(torch: str | None) -> str | None:
         named = re.fullmatch(r"cu(\d+)(\d)", local)
         return ".".join(named.groups()) if named else None
     for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
+        with contextlib.suppress(Exception):
             return metadata.version(package)
     return None
 

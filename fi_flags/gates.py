@@ -128,19 +128,22 @@ class Gate:
 
         Versions compare in their plain order, not as an installer would choose them: for
         `<0.6.13`, 0.6.13rc1 is affected (its build may precede the fix) and 0.6.12.post1 too,
-        while the local part of 0.6.13+cu130 does not matter. A version that nobody can read
-        closes what could do harm; no op is skipped on a guess.
+        while the local part of 0.6.13+cu130 does not matter; for `>=0.6.17`, 0.6.17rc1 is affected
+        as well. A version that nobody can read closes everything: each could do harm.
         """
         try:
             installed = Version(Version(facts.flashinfer or "").public)
         except InvalidVersion:
-            return self.effect is not Effect.SKIP_OPS, (
+            return True, (
                 "FlashInfer is not installed"
                 if facts.flashinfer is None
                 else f"FlashInfer's version cannot be read: {facts.flashinfer!r}"
             )
+        final = Version(installed.base_version) if installed.is_prerelease else installed
         inside = all(
-            _COMPARE[bound.operator](installed, Version(bound.version))
+            _COMPARE[bound.operator](
+                final if bound.operator in (">", ">=") else installed, Version(bound.version)
+            )
             for bound in SpecifierSet(self.affected)
         )
         is_or_not = "is" if inside else "is not"

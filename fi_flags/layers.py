@@ -32,6 +32,7 @@ else:
 PREFIX: Final = "VLLM_FLASHINFER_"
 FLAGS_FILE: Final = f"{PREFIX}FLAGS_FILE"
 DEFAULT: Final = "default"
+_NO_HOME: Final = Path("/nonexistent")  # nothing is read there, and nothing can be written
 DOTENV: Final = Path(".env")
 # What `testing.override` says in this thread, or in the task that runs in it.
 OVERRIDE: Final[ContextVar[Mapping[str, object]]] = ContextVar(
@@ -195,7 +196,13 @@ def read_layers(inputs: Inputs, fields: Sequence[str], init: Mapping[str, object
     places = _usual_places(environ) if inputs.places is None else inputs.places
     found = [place.absolute() for place in places if _is_file(place)]
     hidden = tuple(place for place in found if place != file)
-    return Layers(given, tuple(_misspelt(fields, [*environ, *dotenv])), file, hidden)
+    looked_at = [*places, *([inputs.dotenv] if inputs.dotenv else [])]
+    odd = [
+        f"{place.absolute()} is there, but it is no file, so nothing was read from it"
+        for place in looked_at
+        if os.path.lexists(place) and not _is_file(place)
+    ]
+    return Layers(given, (*odd, *_misspelt(fields, [*environ, *dotenv])), file, hidden)
 
 
 def is_set(value: object) -> bool:
@@ -280,7 +287,12 @@ def _is_loopback(host: str) -> bool:
 def _xdg(environ: Mapping[str, str], name: str, otherwise: Callable[[], Path]) -> Path:
     """A base directory; the specification says to ignore a relative one."""
     path = Path(environ.get(name, ""))
-    return path if path.is_absolute() else otherwise()
+    if path.is_absolute():
+        return path
+    try:
+        return otherwise()
+    except RuntimeError:  # no HOME, and a user that the system does not know
+        return _NO_HOME
 
 
 def _read_dotenv(path: Path | None) -> Mapping[str, str | None]:
@@ -311,7 +323,17 @@ def _find_toml(
     """The TOML file to read: the one that is named, else the first that exists."""
     spoken = environ.get(FLAGS_FILE, "").strip() or (dotenv.get(FLAGS_FILE) or "").strip()
     if named := inputs.config or spoken:
-        return Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 - Path's may raise
+        try:
+            return Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 - Path's may raise
+        except (OSError, ValueError) as error:  # no working directory any more, or no such name
+            raise SettingsError(
+                f"{FLAGS_FILE} = {brief(str(named))} is not a path: {error}",
+                hint="name an absolute path",
+                name=FLAGS_FILE,
+                value=str(named),
+                source="config",
+                accepted="an absolute path",
+            ) from None
     places = _usual_places(environ) if inputs.places is None else inputs.places
     return next((place.absolute() for place in places if _is_file(place)), None)
 
@@ -337,7 +359,8 @@ def _misspelt(fields: Sequence[str], present: Iterable[str]) -> Iterator[str]:
     ours = [FLAGS_FILE, *map(variable, fields)]
     for name in dict.fromkeys(present):
         folded = name.upper()
-        if name in ours or folded in _VLLM_OWNS or "FLASHINFER" not in folded:
+        near = folded.startswith("VLLM_") or "FLASH" in folded
+        if name in ours or folded in _VLLM_OWNS or not near:
             continue
         if meant := nearest(name, ours):
             yield f"{brief(name)} is read by nobody; did you mean {meant}?"

@@ -118,13 +118,13 @@ class Pulse:
             with self._lock:  # never ended half-way out
                 self._inside = False
 
-    def close(self) -> None:
-        """Say good-bye and stop."""
+    def close(self, deserted: str = "") -> None:
+        """Say good-bye, or why this rank deserts its group, and stop."""
         self._stop.set()
         self._thread.join(timeout=self._deadlines.tick + 1.0)
         self._wire.hurry(_PARTING_S)
         with contextlib.suppress(RuntimeError):
-            self._post(left=True)
+            self._post(**({"ended": deserted} if deserted else {"left": True}))
         self._wire.close()
 
     def _tell(self, event: str, **fields: Any) -> None:  # noqa: ANN401 - a Tell
@@ -210,6 +210,7 @@ class Pulse:
         with self._lock:
             if not self._is_inside():
                 return
+            self._wire.hurry(_PARTING_S)
             said = f"its watchdog ended it, since {cause.describe()}"
             self._tell("ended", cause=cause.describe(), exit_code=RanksError.exit_code)
             with contextlib.suppress(RuntimeError):

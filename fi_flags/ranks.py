@@ -130,13 +130,19 @@ class Meeting:
         self._steps = itertools.count()
         self._posted: list[tuple[int, str]] = []
         self._last_vote = 0
+        self._deserted = ""
         with _store_errors():
             first, second = within(deadlines.join, lambda: _open(ranks), "opening the store")
             self._wire = Wire(first, deadlines.silence)
             pulse_wire = Wire(second, deadlines.silence)
-            self._pulse = Pulse(
-                ranks.rank, ranks.world, ranks.host, pulse_wire, deadlines, tell, end_process
-            )
+            try:
+                self._pulse = Pulse(
+                    ranks.rank, ranks.world, ranks.host, pulse_wire, deadlines, tell, end_process
+                )
+            except RuntimeError:
+                for wire in (self._wire, pulse_wire):
+                    wire.close()
+                raise
 
     # -- speaking ---------------------------------------------------------------------------
 
@@ -206,6 +212,7 @@ class Meeting:
 
     def desert(self, cause: BaseException) -> None:
         """Tell the group that this rank leaves with an error and will answer nothing more."""
+        self._deserted = f"it left with {_text(cause)}"
         self._wire.hurry(_PARTING_S)
         with contextlib.suppress(RuntimeError):
             post_first(self._wire, GONE, self._failure("lost", cause))
@@ -217,7 +224,7 @@ class Meeting:
         then exits at once would leave them with a dead store in place of the last answer.
         """
         self._wire.hurry(_PARTING_S)
-        self._pulse.close()
+        self._pulse.close(self._deserted)
         with contextlib.suppress(RuntimeError):
             gone = self._wire.add(_LEFT, 1)
             until = time.monotonic() + _PARTING_S

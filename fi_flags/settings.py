@@ -286,6 +286,9 @@ def settings_or_off(**arguments: Any) -> FlashInferSettings:  # noqa: ANN401
         return FlashInferSettings.load(**arguments)
     except SettingsError as error:
         return off_because(error)
+    except Exception as error:  # noqa: BLE001 - a flag never stops a server
+        text = f"the settings cannot be read: {type(error).__name__}: {error}"
+        return off_because(SettingsError(text, hint="please report this", source="default"))
 
 
 def off_because(error: SettingsError) -> FlashInferSettings:

@@ -162,21 +162,12 @@ class Tuner:
 
         Args:
             tune: Whether calls that no tactic serves are tuned.
-            skip_ops: Ops that keep FlashInfer's default.
+            skip_ops: Ops that keep FlashInfer's default, where the release can skip ops.
             group: FlashInfer's process group for timings meanwhile; ``KEEP_GROUP``: as it is.
             on_step: Called with an op, the profiles done, and the profiles known so far.
-
-        Raises:
-            TunerError: This FlashInfer has no skip_ops.
         """
         options: dict[str, Any] = {}
-        if skip_ops:
-            if "skip_ops" not in self.features:
-                raise TunerError(
-                    f"this FlashInfer cannot skip ops: {', '.join(sorted(skip_ops))}",
-                    hint="unset VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS, or use 0.6.13 or newer",
-                    feature="skip_ops",
-                )
+        if skip_ops and "skip_ops" in self.features:
             options["skip_ops"] = set(skip_ops)
         seen = Pass(tune=tune, before=dict(self._tuner.profiling_cache))
         with contextlib.ExitStack() as stack:

@@ -187,6 +187,9 @@ def _prepare(
         known = error if isinstance(error, FlagsError) else None
         text = known.message if known else f"{type(error).__name__}: {error}"
         return _Ready(Ballot(**fields, error=text), error=known)
+    if ranks.rank == 0 and settings.autotune_skip_ops and "skip_ops" not in tuner.features:
+        text = "autotune_skip_ops cannot be heeded: this FlashInfer tunes all or nothing"
+        log.warning(logs.SETTING_WARNING, message=text)
     # Averaging timings takes a release that can, and a group to do it in.
     grouped = ranks.process_group is not None
     fields["features"] = tuple(n for n in tuner.features if grouped or n != "process_group")
@@ -201,7 +204,7 @@ def _prepare(
         more = {
             "workload": cached.store.path.parent.name,
             "environment": cached.stamps,
-            "unusable": tuner.obstacle() or _unskippable(decision, tuner),
+            "unusable": tuner.obstacle() or _unskippable(decision, settings, tuner),
             "held": tuner.held(),
             "table": found.status.value,
             "why": found.why,
@@ -227,9 +230,11 @@ def _with_gates(
         return off_because(error), load_gates()
 
 
-def _unskippable(decision: Decision, tuner: Tuner) -> str:
-    if decision.skip_ops and "skip_ops" not in tuner.features:
-        return f"a gate leaves out {', '.join(decision.skip_ops)}, which this FlashInfer cannot"
+def _unskippable(decision: Decision, settings: FlashInferSettings, tuner: Tuner) -> str:
+    ops = sorted({*decision.skip_ops, *settings.autotune_skip_ops})
+    if ops and "skip_ops" not in tuner.features:
+        why = "a gate leaves out" if decision.skip_ops else "autotune_skip_ops names"
+        return f"{why} {', '.join(ops)}, which this FlashInfer cannot"
     return ""
 
 

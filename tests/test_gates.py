@@ -102,13 +102,10 @@ def test_any_version_is_open_or_closed(version: str | None) -> None:
         assert standing.evidence
 
 
-@pytest.mark.parametrize(
-    ("effect", "closed"),
-    [(Effect.CLOSE_CACHE, True), (Effect.NO_SYNC, True), (Effect.SKIP_OPS, False)],
-)
-def test_unreadable_version_closes_what_it_must_and_is_said(effect: Effect, closed: bool) -> None:
+@pytest.mark.parametrize("effect", Effect)
+def test_unreadable_version_closes_everything_and_is_said(effect: Effect) -> None:
     one = gate("<0.6.13", effect=effect)
-    assert one.closed(facts("0.6.x")) is closed
+    assert one.closed(facts("0.6.x"))
     assert one.standing(facts("0.6.x")).evidence == "FlashInfer's version cannot be read: '0.6.x'"
     assert one.standing(facts(None)).evidence == "FlashInfer is not installed"
 
@@ -340,6 +337,15 @@ def test_random_file_is_never_worse_than_a_clear_error(
         assert str(error).isprintable()  # noqa: PT017 - either way is fine
     else:
         assert all(one.standing(facts("0.7.4", (9, 0))).evidence for one in gates)
+
+
+@pytest.mark.parametrize(
+    ("version", "closed"), [("0.6.17rc1", True), ("0.6.17.dev3", True), ("0.6.16.post3", False)]
+)
+def test_a_pre_release_has_a_defect_that_begins_with_its_release(
+    version: str, closed: bool
+) -> None:
+    assert gate(">=0.6.17,<0.6.19").closed(facts(version)) is closed
 
 
 @given(st.from_regex(r"(<|<=|>|>=|==|!=)[0-9]\.[0-9]{1,2}(\.post[0-9])?", fullmatch=True))

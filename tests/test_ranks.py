@@ -866,3 +866,24 @@ def test_a_store_that_freezes_ends_every_rank_wherever_it_is(
     assert all(isinstance(error, RanksError) for error in errors)
     assert all("no answer to" in str(error) for error in errors)
     assert bool(ended) == inside
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_whose_own_connection_breaks_is_named_by_the_others_at_once(broken: int) -> None:
+    """Its pulse has a connection of its own, which may well live on and must not say good-bye."""
+
+    def work(ranks: Ranks) -> None:
+        with ranks.meet(Deadlines(join=5, silence=5, standstill=60)) as meeting:
+            meeting.vote(0)
+            if ranks.rank == broken:
+                meeting._wire._store = Dead(RuntimeError("Broken pipe"))
+            meeting.vote(1)
+
+    began = time.monotonic()
+    errors = Crowd(3, limit=15).each(work)
+    assert time.monotonic() - began < 8
+    assert all(isinstance(error, RanksError) for error in errors)
+    for rank, error in enumerate(errors):
+        if rank != broken:
+            assert f"rank {broken}" in str(error)
+            assert "it left with RanksError" in str(error)

@@ -739,3 +739,40 @@ def test_random_toml_is_never_worse_than_a_clear_error(
     file = tmp_path_factory.getbasetemp() / "random.toml"
     file.write_text("\n".join(f"{key} = {value}" for key, value in document.items()))
     never_worse_than_settings_error(lambda: load(config=file))
+
+
+def test_a_machine_without_a_home_reads_defaults_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def homeless(*_: object, **__: object) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr("platformdirs.user_cache_path", homeless)
+    monkeypatch.setattr("platformdirs.user_config_path", homeless)
+    settings = load({})
+    assert settings.persistent_cache is Mode.OFF
+    assert settings.autotune_cache_dir == Path("/nonexistent/fi_flags")
+
+
+def test_a_flags_file_that_is_no_path_is_refused_by_name() -> None:
+    error = refusal(lambda: load({FLAGS_FILE: "~\0x/f.toml"}))
+    assert FLAGS_FILE in error.message
+
+
+def test_anything_else_that_goes_wrong_with_settings_means_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("a bug of ours")
+
+    monkeypatch.setattr("fi_flags.settings.read_layers", fail)
+    with pytest.raises(LookupError):
+        FlashInferSettings.load()
+
+
+@pytest.mark.parametrize("name", [".env", "config/fi_flags.toml"])
+def test_a_folder_in_a_files_place_is_a_warning(name: str, surroundings: Path) -> None:
+    (surroundings / name).mkdir(parents=True)
+    settings = FlashInferSettings.load()
+    assert settings.persistent_cache is Mode.OFF
+    assert [name in warning and "no file" in warning for warning in settings.warnings] == [True]

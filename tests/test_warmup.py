@@ -839,3 +839,31 @@ def test_a_bad_value_in_a_server_means_off_and_an_error_record(
 
 def test_plan_actions_are_all_reached() -> None:
     assert {a.value for a in Action} == {"fail", "uncached", "untuned", "cold", "warm"}
+
+
+@pytest.mark.parametrize("flag", ["on", "off"])
+def test_skip_ops_that_a_release_cannot_heed_cost_the_cache_and_not_the_start(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    features = Tuner.features.fget  # type: ignore[attr-defined]
+    without = property(lambda self: tuple(n for n in features(self) if n != "skip_ops"))
+    monkeypatch.setattr(Tuner, "features", without)
+    reports, _ = start(2, tmp_path, flag, given=lambda _r: {"autotune_skip_ops": ["moe"]})
+    assert outcomes(reports) == {Outcome.UNCACHED}
+    told = [e for e in map(logs.event_of, caplog.records) if e["event"] == logs.SETTING_WARNING]
+    assert ["cannot be heeded" in event["message"] for event in told] == [True]
+
+
+def test_a_failed_warm_start_names_the_table_it_ran_on(tmp_path: Path) -> None:
+    start(2, tmp_path)
+
+    def work(ranks: Ranks) -> Report:
+        def fail(_op: str) -> None:
+            raise ValueError("invalid tactic")
+
+        fresh_tuner()
+        return warm_up(Toy(between=fail), ranks=ranks, settings=settings(tmp_path))
+
+    for error in Crowd(2).each(work):
+        assert isinstance(error, WorkloadError)
+        assert f"it ran on the table {tables(tmp_path)[0]}" in str(error)
