@@ -6,7 +6,6 @@ pytest imports it at every start, so whatever costs time is imported when a fixt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,15 +31,23 @@ def flashinfer_flag(tmp_path: Path) -> Iterator[SetFlag]:
     Tables lie below the test's `tmp_path` unless `autotune_cache_dir` is given; a later call
     adds to an earlier one.
     """
-    from fi_flags.testing import override  # noqa: PLC0415 - see above
+    from fi_flags.layers import OVERRIDE, Inputs  # noqa: PLC0415 - see above
+    from fi_flags.settings import FlashInferSettings  # noqa: PLC0415
 
-    with ExitStack() as stack:
-        stack.enter_context(override(autotune_cache_dir=tmp_path / "fi_flags"))
+    # One mapping from set-up to teardown: an async test, or one that calls from a thread, has a
+    # copy of this context, and what it set itself there would be neither seen nor undone here.
+    mine = {**OVERRIDE.get(), "autotune_cache_dir": tmp_path / "fi_flags"}
 
-        def set_flag(mode: object, **knobs: object) -> None:
-            stack.enter_context(override(persistent_cache=mode, **knobs))
+    def set_flag(mode: object, **knobs: object) -> None:
+        asked = {**mine, "persistent_cache": mode, **knobs}
+        FlashInferSettings(Inputs(environ={}, dotenv=None, places=(), override=asked))
+        mine.update(asked)
 
+    token = OVERRIDE.set(mine)
+    try:
         yield set_flag
+    finally:
+        OVERRIDE.reset(token)
 
 
 @pytest.fixture(params=["off", "on"])

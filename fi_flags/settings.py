@@ -6,13 +6,13 @@ Precedence, strongest first: arguments, environment, `.env`, TOML file, default
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeAlias
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from fi_flags.errors import SettingsError
@@ -197,6 +197,7 @@ class FlashInferSettings(BaseSettings):
             first = error.errors()[0]
             accepted = str(first["ctx"]["error"])  # each of our parsers says it so
             raise refused(given[str(first["loc"][0])][0], accepted) from None
+        self._check_file(given)
         self._provenance = {
             field: Provenance(
                 source=values[0].source if values else DEFAULT,
@@ -208,6 +209,17 @@ class FlashInferSettings(BaseSettings):
         }
         self._warnings = layers.warnings + self._doubts()
         self._files = (layers.file, layers.hidden)
+
+    def _check_file(self, given: Mapping[str, Sequence[Given]]) -> None:
+        """Refuse a bad value in a file also where something stronger hides it today."""
+        for name, values in given.items():
+            for hidden in [one for one in values[1:] if one.source.startswith("toml:")]:
+                field = type(self).model_fields[name]
+                kind: Any = Annotated[(field.annotation, *field.metadata)]
+                try:
+                    TypeAdapter(kind).validate_python(hidden.value)
+                except ValidationError as error:
+                    raise refused(hidden, str(error.errors()[0]["ctx"]["error"])) from None
 
     @classmethod
     def load(

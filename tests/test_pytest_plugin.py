@@ -100,3 +100,23 @@ def test_importing_the_helpers_costs_neither_torch_nor_pytest() -> None:
         "assert not {'torch', 'flashinfer', 'pytest', '_pytest'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_flag_set_in_a_thread_or_a_copied_context_holds_and_is_undone(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import contextvars
+
+        from fi_flags.settings import FlashInferSettings, Mode
+
+        def test_elsewhere(flashinfer_flag):
+            contextvars.copy_context().run(flashinfer_flag, "on")
+            assert FlashInferSettings.load().persistent_cache is Mode.ON
+
+        def test_afterwards():
+            assert FlashInferSettings.load().persistent_cache is Mode.OFF
+        """
+    )
+    pytester.runpytest_inprocess().assert_outcomes(passed=2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import json
 import pickle
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from fi_flags.settings import (
     plan_values,
     settings_or_off,
 )
+from fi_flags.testing import override
 
 FLAG = "VLLM_FLASHINFER_PERSISTENT_CACHE"
 FLAGS_FILE = "VLLM_FLASHINFER_FLAGS_FILE"
@@ -588,25 +590,20 @@ def test_description_covers_every_setting_and_what_it_overrode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("literal", "shown"),
+    ("given", "shown"),
     [
-        ("1979-05-27", "datetime.date(1979, 5, 27)"),
-        ("nan", "nan"),
-        ("-inf", "-inf"),
-        ("0x" + "f" * 5000, "int of thousands of digits"),
-        ("[1, true]", [1, True]),
-        ("2.5", 2.5),
+        (dt.date(1979, 5, 27), "datetime.date(1979, 5, 27)"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        pytest.param(16**5000, "int of thousands of digits", id="huge"),
+        ([1, True], [1, True]),
+        (2.5, 2.5),
     ],
 )
-def test_overridden_value_is_described_as_json_has_it(
-    literal: str, shown: object, tmp_path: Path
-) -> None:
-    file = tmp_path / "flags.toml"
-    file.write_text(f"persistent_cache = {literal}")
-    described = describe(load({FLAG: "on"}, config=file))
-    assert described["persistent_cache"]["overridden"] == [
-        {"value": shown, "source": f"toml:{file}"}
-    ]
+def test_overridden_value_is_described_as_json_has_it(given: object, shown: object) -> None:
+    with override(persistent_cache="on"):
+        described = describe(load(persistent_cache=given))
+    assert described["persistent_cache"]["overridden"] == [{"value": shown, "source": "init"}]
     assert json.loads(json.dumps(described, allow_nan=False))
 
 
@@ -776,3 +773,20 @@ def test_a_folder_in_a_files_place_is_a_warning(name: str, surroundings: Path) -
     settings = FlashInferSettings.load()
     assert settings.persistent_cache is Mode.OFF
     assert [name in warning and "no file" in warning for warning in settings.warnings] == [True]
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "stronger"),
+    [
+        ('persistent_cache = "onn"', "persistent_cache", "on"),
+        ('[rollout]\npercent = "many"', "rollout_percent", 10),
+        ("[autotune]\njoin_s = -1", "autotune_join_s", 5),
+    ],
+)
+def test_a_bad_value_in_a_file_is_refused_also_where_something_hides_it(
+    line: str, field: str, stronger: object, tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text(line)
+    error = refusal(lambda: load({}, config=file, **{field: stronger}))
+    assert str(file) in error.message
