@@ -184,7 +184,9 @@ def read_layers(inputs: Inputs, fields: Sequence[str], init: Mapping[str, object
     environ = os.environ if inputs.environ is None else inputs.environ
     dotenv = _read_dotenv(inputs.dotenv)
     override = OVERRIDE.get() if inputs.override is None else inputs.override
-    file = _find_toml(inputs, environ, dotenv)
+    places = _usual_places(environ) if inputs.places is None else inputs.places
+    found = [place.absolute() for place in places if _is_file(place)]
+    file = _find_toml(inputs, environ, dotenv, found)
     given = [
         _named_layer(fields, override, "override"),
         _named_layer(fields, init, "init"),
@@ -193,8 +195,6 @@ def read_layers(inputs: Inputs, fields: Sequence[str], init: Mapping[str, object
         _toml_layer(fields, file),
         _default_layer(environ),
     ]
-    places = _usual_places(environ) if inputs.places is None else inputs.places
-    found = [place.absolute() for place in places if _is_file(place)]
     hidden = tuple(place for place in found if place != file)
     looked_at = [*places, *([inputs.dotenv] if inputs.dotenv else [])]
     odd = [
@@ -318,9 +318,12 @@ def _read_dotenv(path: Path | None) -> Mapping[str, str | None]:
 
 
 def _find_toml(
-    inputs: Inputs, environ: Mapping[str, str], dotenv: Mapping[str, str | None]
+    inputs: Inputs,
+    environ: Mapping[str, str],
+    dotenv: Mapping[str, str | None],
+    found: Sequence[Path],
 ) -> Path | None:
-    """The TOML file to read: the one that is named, else the first that exists."""
+    """The TOML file to read: the one that is named, else the first of those found."""
     spoken = environ.get(FLAGS_FILE, "").strip() or (dotenv.get(FLAGS_FILE) or "").strip()
     if named := inputs.config or spoken:
         try:
@@ -334,8 +337,7 @@ def _find_toml(
                 source="config",
                 accepted="an absolute path",
             ) from None
-    places = _usual_places(environ) if inputs.places is None else inputs.places
-    return next((place.absolute() for place in places if _is_file(place)), None)
+    return found[0] if found else None
 
 
 def _usual_places(environ: Mapping[str, str]) -> tuple[Path, ...]:

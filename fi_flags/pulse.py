@@ -18,12 +18,12 @@ from fi_flags.errors import RanksError
 from fi_flags.watch import Deadlines, Failure, Watch, activity, progress_of
 from fi_flags.wire import Wire
 
-__all__ = ["FAILURE", "GONE", "EndProcess", "Pulse", "Tell", "post_first"]
+__all__ = ["FAILURE", "GONE", "PARTING_S", "EndProcess", "Pulse", "Tell", "post_first"]
 
 FAILURE = "failure"
 GONE = "gone"
 _ABORT_S = 5.0
-_PARTING_S = 2.0
+PARTING_S = 2.0
 
 
 class Tell(Protocol):
@@ -122,7 +122,7 @@ class Pulse:
         """Say good-bye, or why this rank deserts its group, and stop."""
         self._stop.set()
         self._thread.join(timeout=self._deadlines.tick + 1.0)
-        self._wire.hurry(_PARTING_S)
+        self._wire.hurry(PARTING_S)
         with contextlib.suppress(RuntimeError):
             self._post(**({"ended": deserted} if deserted else {"left": True}))
         self._wire.close()
@@ -210,7 +210,7 @@ class Pulse:
         with self._lock:
             if not self._is_inside():
                 return
-            self._wire.hurry(_PARTING_S)
+            self._wire.hurry(PARTING_S)
             said = f"its watchdog ended it, since {cause.describe()}"
             self._tell("ended", cause=cause.describe(), exit_code=RanksError.exit_code)
             with contextlib.suppress(RuntimeError):

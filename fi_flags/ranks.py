@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fi_flags.errors import FlagsError, RanksError
-from fi_flags.pulse import FAILURE, GONE, EndProcess, Pulse, Tell, post_first
+from fi_flags.pulse import FAILURE, GONE, PARTING_S, EndProcess, Pulse, Tell, post_first
 from fi_flags.watch import Deadlines, Failure
 from fi_flags.wire import Wire, within
 
@@ -32,7 +32,6 @@ __all__ = ["Meeting", "Ranks"]
 JSON: TypeAlias = Any
 
 _LEFT = "left"
-_PARTING_S = 2.0
 _CHUNK = 1024 * 1024  # a TCPStore refuses values over 8 MiB
 _MAX_MESSAGE = 128 * 1024 * 1024
 
@@ -213,7 +212,7 @@ class Meeting:
     def desert(self, cause: BaseException) -> None:
         """Tell the group that this rank leaves with an error and will answer nothing more."""
         self._deserted = f"it left with {_text(cause)}"
-        self._wire.hurry(_PARTING_S)
+        self._wire.hurry(PARTING_S)
         with contextlib.suppress(RuntimeError):
             post_first(self._wire, GONE, self._failure("lost", cause))
 
@@ -223,11 +222,11 @@ class Meeting:
         Rank 0 lets the others leave first, for a moment: it may host the store, and a caller that
         then exits at once would leave them with a dead store in place of the last answer.
         """
-        self._wire.hurry(_PARTING_S)
+        self._wire.hurry(PARTING_S)
         self._pulse.close(self._deserted)
         with contextlib.suppress(RuntimeError):
             gone = self._wire.add(_LEFT, 1)
-            until = time.monotonic() + _PARTING_S
+            until = time.monotonic() + PARTING_S
             while self.ranks.rank == 0 and gone < self.ranks.world and time.monotonic() < until:
                 time.sleep(0.005)
                 gone = self._wire.add(_LEFT, 0)
