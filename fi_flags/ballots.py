@@ -23,6 +23,7 @@ class Ballot:
     """What one rank decided, has, and can do; vote 1.
 
     Attributes:
+        group: The name of this rank's tuning group.
         settings: The settings that change the plan, by name (``settings.plan_values``).
         gate_ops: Ops that this rank's gates forbid, where the group uses the cache.
         no_sync: The gate that forbids averaging timings, or empty.
@@ -37,6 +38,7 @@ class Ballot:
 
     rank: int
     host: str = ""
+    group: str = ""
     protocol: int = PROTOCOL
     mode: str = Mode.OFF.value
     strategy: str = Strategy.PER_RANK.value
@@ -60,7 +62,7 @@ class Ballot:
 
     def to_json(self) -> dict[str, Any]:
         """The ballot as it goes over the wire; long texts are cut, so its size is bounded."""
-        fields = dataclasses.asdict(self)
+        fields: dict[str, Any] = dict(vars(self))
         for name in ("host", "workload", "unusable", "why", "place", "error", "no_sync"):
             fields[name] = cut(fields[name], 500)
         fields["environment"] = {name: cut(text) for name, text in self.environment.items()}
@@ -107,7 +109,7 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         """The tally as it goes over the wire."""
         return {
-            **dataclasses.asdict(self),
+            **vars(self),
             "host": cut(self.host, 500),
             "error": cut(self.error, 500),
         }

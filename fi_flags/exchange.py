@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fi_flags.ranks import Meeting
+from fi_flags.ranks import Talk
 from fi_flags.table import MAX_BYTES, Entries, content_digest, surplus, unanswered
 
 __all__ = ["exchange"]
 
 
 def exchange(
-    meeting: Meeting,
+    talk: Talk,
     leader: int,
     own: Entries,
     *,
@@ -28,7 +28,7 @@ def exchange(
     on a rank, before or between them, is said in the next.
 
     Args:
-        meeting: The group's conversation; every rank calls this at the same place of it.
+        talk: The group's conversation; every rank calls this at the same place of it.
         leader: The rank whose entries win.
         own: This rank's entries.
         sites: The calls of this rank's run, each as the file keys of all runners that could serve
@@ -39,9 +39,9 @@ def exchange(
     Raises:
         ValueError: Some rank has an error, or the leader's table is not the one it voted.
     """
-    rank = meeting.ranks.rank
+    rank = talk.rank
     first = _part(lambda: own, error)
-    lead = meeting.share(leader, first if rank == leader else None)
+    lead = talk.share(leader, first if rank == leader else None)
 
     def beyond() -> Entries:
         if expected and content_digest(lead["entries"]) != expected:
@@ -54,8 +54,10 @@ def exchange(
             else unanswered(lead["entries"], own, sites)
         )
 
-    parts = meeting.gather(leader, _part(beyond, error or first["error"]))
-    rest = meeting.share(leader, None if parts is None else _part(lambda: _together(parts)))
+    parts = talk.gather(leader, _part(beyond, error or first["error"]))
+    rest = talk.share(
+        leader, None if parts is None else _part(lambda: _together(talk.members, parts))
+    )
     if rest["error"]:
         raise ValueError(rest["error"])
     return {**lead["entries"], **rest["entries"]}
@@ -75,9 +77,13 @@ def _part(entries: Callable[[], Entries], error: str = "") -> dict[str, Any]:
     return {"entries": {}, "error": error}
 
 
-def _together(parts: list[dict[str, Any]]) -> Entries:
+def _together(members: Sequence[int], parts: list[dict[str, Any]]) -> Entries:
     """What the leader's table lacks, from all ranks, the lowest rank's entry for each key."""
-    errors = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if part["error"]]
+    errors = [
+        f"rank {rank}: {part['error']}"
+        for rank, part in zip(members, parts, strict=True)
+        if part["error"]
+    ]
     if errors:
         raise ValueError("; ".join(errors))
     entries: Entries = {}

@@ -1,8 +1,9 @@
 """What a group does: a pure function of what its ranks say.
 
-Each rank votes a ``Ballot``; ``make_plan`` turns all ballots into one ``Plan``, the same on every
-rank. Later votes carry a ``Tally``; what follows from those is decided here as well, so that the
-sequence of votes depends on what was voted and on nothing else.
+Each rank votes a ``Ballot``; ``make_plans`` turns the ballots of a world into one ``Plan`` for each
+tuning group. Rank 0 does that, once, and all ranks receive it, so it is the same on all. Later
+votes carry a ``Tally``; what follows from those is decided here as well, so that the sequence of
+votes depends on what was voted and on nothing else.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from itertools import chain
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from fi_flags.ballots import Ballot, Tally, cut
 from fi_flags.decision import Reason, Strategy
@@ -23,13 +28,18 @@ __all__ = [
     "Action",
     "Next",
     "Plan",
+    "Stored",
     "after_run",
     "all_loaded",
+    "count_ballots",
     "make_plan",
+    "make_plans",
     "publishers",
+    "read_plans",
 ]
 
 _INVALID = Reason.INVALID_SETTING.value
+_SPOILT = {Status.SUSPECT.value, Status.UNREADABLE.value, Status.FOREIGN.value}
 
 
 class Action(str, enum.Enum):
@@ -42,30 +52,79 @@ class Action(str, enum.Enum):
     WARM = "warm"
 
 
+def _runs(ranks: Iterable[int]) -> list[list[int]]:
+    """Numbers as [first, step, count]: in a large group, the ranks of one plan are few runs."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        first, step, count = runs[-1] if runs else (0, 0, 0)
+        if count == 1 or (count and rank == first + step * count):
+            runs[-1] = [first, rank - first if count == 1 else step, count + 1]
+        else:
+            runs.append([rank, 1, 1])
+    return runs
+
+
+def _numbers(runs: Iterable[tuple[int, int, int]]) -> Iterator[int]:
+    return chain(*(range(first, first + step * n, step) for first, step, n in runs))
+
+
+_Runs: TypeAlias = Annotated[
+    frozenset[int], PlainSerializer(_runs), PlainValidator(lambda runs: frozenset(_numbers(runs)))
+]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The leader's table, as the leader voted it.
+
+    Attributes:
+        digest: Of all its entries.
+        cold_seconds: How long the table says its cold start took.
+    """
+
+    place: str = ""
+    digest: str = ""
+    cold_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the whole group does.
 
     Attributes:
         why: One line for people; where ranks differ it names ranks and values.
+        members: The group's ranks, in ascending order.
         leader: The rank whose table wins.
+        stored: That table.
+        spoilt: Whether some rank found a table that it could not use.
         exchange: Whether the ranks' tables must be brought together before loading.
         tuners: The ranks that tune what is missing.
         skip_ops: Ops that no rank tunes or loads.
+        features: What the FlashInfer of every rank can do.
         publish: Whether the result may be written.
+        publishers: The ranks that write it: the lowest rank of each place on each host.
         sync: Whether FlashInfer averages timings over the group's process group.
+        failed: The ranks that cannot start at all, so that nobody does.
     """
 
     action: Action
     reason: Reason
     why: str
+    members: Annotated[
+        tuple[int, ...], PlainSerializer(_runs), PlainValidator(lambda runs: tuple(_numbers(runs)))
+    ] = (0,)
     leader: int = 0
+    stored: Stored = Stored()
+    spoilt: bool = False
     exchange: bool = False
-    tuners: frozenset[int] = frozenset()
+    tuners: _Runs = frozenset()
+    features: frozenset[str] = frozenset()
+    publishers: _Runs = frozenset()
     skip_ops: frozenset[str] = frozenset()
     on_failure: OnFailure = OnFailure.RAISE
     publish: bool = False
     sync: bool = False
+    failed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The plan for reports and logs."""
@@ -73,6 +132,7 @@ class Plan:
             "action": self.action.value,
             "reason": self.reason.value,
             "why": self.why,
+            "members": list(self.members),
             "leader": self.leader,
             "tuners": sorted(self.tuners),
             "sync": self.sync,
@@ -88,25 +148,64 @@ class Plan:
         )
 
 
-def make_plan(ballots: Sequence[Ballot]) -> Plan:
-    """The group's plan: the first rule of the design that applies.
+@cache
+def _plans() -> TypeAdapter[dict[str, Plan]]:
+    return TypeAdapter(dict[str, Plan])
+
+
+def count_ballots(ballots: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks receive of vote 1: each group's plan, as JSON."""
+    plans = make_plans([Ballot.from_json(fields) for fields in ballots])
+    counted: dict[str, Any] = _plans().dump_python(plans, mode="json")
+    return counted
+
+
+def read_plans(counted: Mapping[str, Any]) -> dict[str, Plan]:
+    """Each group's plan, from what ``count_ballots`` made."""
+    return _plans().validate_python(counted)
+
+
+def make_plans(ballots: Sequence[Ballot]) -> dict[str, Plan]:
+    """The plan of each tuning group of a world, by the group's name.
 
     Args:
-        ballots: One per rank, in the order of ranks.
+        ballots: One per rank of the world, in the order of ranks.
     """
-    failed = [f"rank {b.rank} ({b.host}): {b.error}" for b in ballots if b.error]
+    groups: dict[str, list[Ballot]] = {}
+    for ballot in ballots:
+        groups.setdefault(ballot.group, []).append(ballot)
+    return {name: make_plan(group, ballots) for name, group in groups.items()}
+
+
+def make_plan(ballots: Sequence[Ballot], world: Sequence[Ballot] = ()) -> Plan:
+    """A group's plan: the first rule of the design that applies.
+
+    Args:
+        ballots: One per rank of the group, in the order of ranks.
+        world: Those of the whole world, if the group is only a part of it: a rank that cannot start
+            stops all, and whether a rollout includes them is for its rank 0 to say.
+    """
+    world = world or ballots
     base = Plan(
         action=Action.UNCACHED,
         reason=_reason(ballots[0].reason),
         why="",
+        members=tuple(b.rank for b in ballots),
+        leader=ballots[0].rank,
+        spoilt=any(b.table in _SPOILT for b in ballots),
         tuners=frozenset(b.rank for b in ballots),
+        features=frozenset.intersection(*(frozenset(b.features) for b in ballots)),
+        publishers=publishers(ballots),
         # An op that one rank must skip is skipped by all; a failure that one must raise, all do.
         skip_ops=frozenset(op for b in ballots for op in b.settings.get("autotune_skip_ops", ())),
         on_failure=_strictest([b.settings.get("autotune_on_failure") for b in ballots]),
     )
-    if failed:
-        return dataclasses.replace(base, action=Action.FAIL, why="; ".join(failed))
-    strategies = _strategies(ballots)
+    broken = [b for b in world if b.error]
+    if broken:
+        why = "; ".join(f"rank {b.rank} ({b.host}): {b.error}" for b in broken)
+        failed = tuple(b.rank for b in broken)
+        return dataclasses.replace(base, action=Action.FAIL, why=why, failed=failed)
+    strategies = _strategies(ballots, world[0])
     disagreement = _disagreement(ballots, strategies)
     if disagreement:
         return dataclasses.replace(base, reason=Reason.RANKS_DISAGREE, why=disagreement)
@@ -130,7 +229,7 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
         return dataclasses.replace(base, action=Action.UNTUNED, why=why, tuners=frozenset())
     if access is Access.WO or not usable:
         why = "write-only: tuned afresh" if access is Access.WO else f"no usable table: {found}"
-        tuners = frozenset([0]) if split is Split.LEADER else base.tuners
+        tuners = frozenset([base.leader]) if split is Split.LEADER else base.tuners
         sync, without = _sync(ballots, split)
         return dataclasses.replace(
             base,
@@ -153,6 +252,7 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
         action=Action.WARM,
         why=why,
         leader=leader,
+        stored=Stored(usable[0].place, usable[0].digest, usable[0].cold_seconds),
         exchange=exchange,
         tuners=tuners if publish else frozenset(),
         publish=publish,
@@ -220,12 +320,12 @@ def publishers(ballots: Sequence[Ballot]) -> frozenset[int]:
     return frozenset(first.values())
 
 
-def _strategies(ballots: Sequence[Ballot]) -> list[str]:
+def _strategies(ballots: Sequence[Ballot], spokesman: Ballot) -> list[str]:
     # Whether a rollout includes a deployment is one question with one answer, the world's rank 0's:
     # under auto its ranks may sit on hosts that the rollout would judge differently.
     asked = {Reason.AUTO_ELIGIBLE.value, Reason.ROLLOUT_EXCLUDED.value}
-    if all(b.mode == Mode.AUTO.value and b.reason in asked for b in ballots):
-        return [ballots[0].strategy] * len(ballots)
+    if all(b.mode == Mode.AUTO.value and b.reason in asked for b in (spokesman, *ballots)):
+        return [spokesman.strategy] * len(ballots)
     return [b.strategy for b in ballots]
 
 

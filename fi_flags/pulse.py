@@ -50,6 +50,7 @@ class Pulse:
         state: What the next heartbeats say; replaced whole, so that no lock is needed.
         waiting: Keys that this rank waits for now, by the rank that owes them.
         aborted: Whether the watchdog broke torch's groups, which nothing mends.
+        peers: The ranks of this one's tuning group.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Pulse:
         self._gone: Failure | None = None
         self._inside = False
         self.aborted = False
+        self.peers = frozenset(range(world))
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._beats = 0
@@ -160,8 +162,12 @@ class Pulse:
         if self._gone is None and self._wire.check([GONE]):
             self._gone = Failure.of(self._wire.get(GONE))
         now = time.monotonic()
-        here = [r for r in self._watch.ranks if self._wire.check([f"beat/{r}"])]
-        beats = self._wire.multi_get([f"beat/{r}" for r in here]) if here else []
+        # Once there, a heartbeat stays; asking for all at once spares a large group the many calls.
+        new = sorted(self._watch.ranks - self._watch.heard.keys())
+        if new and not self._wire.check([f"beat/{rank}" for rank in new]):
+            new = [rank for rank in new if self._wire.check([f"beat/{rank}"])]
+        here = sorted({*self._watch.heard, *new})
+        beats = self._wire.multi_get([f"beat/{rank}" for rank in here]) if here else []
         for rank, beat in zip(here, beats, strict=True):
             self._watch.hear(rank, json.loads(beat), now)
         if self._gone is None:
@@ -193,6 +199,8 @@ class Pulse:
         cause = self._gone or self._failure
         if cause is None:
             return
+        if self._deadlines.patient and self._gone is None and not self.peers & set(cause.ranks):
+            return  # another group goes on untuned; should this one need it, that is a standstill
         now = time.monotonic()
         progress = progress_of(self.state)
         if self._grace_from is None:

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 from structlog.stdlib import BoundLogger
 
 from fi_flags import logs
-from fi_flags.ballots import Ballot, Tally
+from fi_flags.ballots import Tally
 from fi_flags.decision import Reason
 from fi_flags.errors import RanksError, WorkloadError
 from fi_flags.exchange import exchange
-from fi_flags.plan import Action, Next, Plan, after_run, all_loaded, publishers
-from fi_flags.ranks import Meeting
+from fi_flags.plan import Action, Next, Plan, after_run, all_loaded
+from fi_flags.ranks import Meeting, Talk
 from fi_flags.report import Outcome, TableReport
 from fi_flags.settings import OnFailure
 from fi_flags.store import Store
@@ -49,21 +49,23 @@ class Crew:
     """What a strategy works with on this rank.
 
     Attributes:
+        meeting: The world's conversation, heartbeats and watchdog.
+        talk: The tuning group's conversation.
         before: What the tuner held before the warm-up.
     """
 
     meeting: Meeting
+    talk: Talk
     tuner: Tuner
     before: Snapshot | None
     workload: Workload
-    ballots: Sequence[Ballot]
     log: BoundLogger
     on_step: OnStep | None = None
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
-        return self.meeting.ranks.rank
+        """This rank's number in the world."""
+        return self.talk.rank
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,9 @@ class LeaderWorker:
         own = self.found.table.entries if self.found.table else {}
         stored: Entries = {}
         with _attempt() as attempt:
-            expected = crew.ballots[plan.leader].digest
             stored = own
             if plan.exchange:
-                stored = exchange(crew.meeting, plan.leader, own, expected=expected)
+                stored = exchange(crew.talk, plan.leader, own, expected=plan.stored.digest)
             wanted, _ = split_ops(stored, plan.skip_ops)
             undo = crew.tuner.load(wanted, self.stamps)
         host, error = crew.meeting.ranks.host, attempt.error
@@ -175,7 +176,7 @@ class LeaderWorker:
         crew.meeting.at("merge")
         undo: Snapshot | None = None
         with _attempt() as attempt:
-            merged = exchange(crew.meeting, plan.leader, run.served, sites=run.calls(), error=error)
+            merged = exchange(crew.talk, plan.leader, run.served, sites=run.calls(), error=error)
             undo = crew.tuner.load(merged, self.stamps)
             run.note_served(merged)
         tallies = _vote(crew, run.tally(attempt.error))
@@ -197,14 +198,14 @@ class LeaderWorker:
     ) -> TableReport | None:
         """Write the table where it is not yet; a failure is one warning for each disk."""
         if not run.served and not stored:
-            if crew.rank == 0 and any(tally.failed for tally in tallies):
+            if crew.talk.first and any(tally.failed for tally in tallies):
                 crew.log.warning(logs.NOT_KEPT, path="", why="no tactic of any profile worked")
-            elif crew.rank == 0:
+            elif crew.talk.first:
                 crew.log.info(logs.NOTHING_TO_TUNE)
             return None
         entries = merge([run.served, stored])
         kept: bool | None = None
-        if crew.rank in publishers(crew.ballots):
+        if crew.rank in plan.publishers:
             kept = self.found.table is not None and self.found.table.entries == entries
             if plan.publish and not kept:
                 crew.meeting.at("publish")
@@ -224,14 +225,14 @@ class LeaderWorker:
     def _about(
         self, crew: Crew, plan: Plan, outcome: Outcome, tallies: Sequence[Tally]
     ) -> dict[str, Any]:
-        recorded = crew.ballots[plan.leader].cold_seconds
+        recorded = plan.stored.cold_seconds
         spent = max(tally.seconds for tally in tallies)
         tuned = {Outcome.COLD: spent, Outcome.TOPPED_UP: recorded + spent}
         return {
             **self.about,
             "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "host": crew.meeting.ranks.host,
-            "ranks": crew.meeting.ranks.world,
+            "ranks": len(plan.members),
             "cold_seconds": round(tuned.get(outcome, recorded), 3),
         }
 
@@ -326,7 +327,7 @@ class _Run:
 
 
 def _vote(crew: Crew, tally: Tally) -> list[Tally]:
-    return [Tally.from_json(fields) for fields in crew.meeting.vote(tally.to_json())]
+    return [Tally.from_json(fields) for fields in crew.talk.vote(tally.to_json())]
 
 
 @dataclass
@@ -365,7 +366,7 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     first = crew.meeting.first_failure()
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.action is Action.WARM:
-        place = crew.ballots[plan.leader].place
+        place = plan.stored.place
         message += f"; it ran on the table {place}: if that is to blame, move it away"
     if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted for t in tallies):
         _give_back(crew, crew.before)

@@ -7,6 +7,7 @@ override as fixtures.
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,8 +125,15 @@ def attempt(
         )
         for ranks in group
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    # A thread that waits for the interpreter asks for it this often; hundreds of them would keep
+    # each other from ever doing anything else.
+    kept = sys.getswitchinterval()
+    sys.setswitchinterval(max(kept, len(group) * 1e-3))
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        sys.setswitchinterval(kept)
     return dict(results), dict(errors)

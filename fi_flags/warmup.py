@@ -1,28 +1,29 @@
 """The story of a warm-up, on one page.
 
-Vote 1 says what each rank decided, has and can do; the plan is a pure function of that; a strategy
-carries it out. Nothing that can fail comes before vote 1, so that no rank waits for one that has
-already given up.
+Vote 1, of the world, says what each rank decided, has and can do; each tuning group's plan is a
+pure function of that; a strategy carries it out. Where the world has several groups, one more vote
+of the world ends it, which also the ranks of a group that failed enter. Nothing that can fail comes
+before vote 1, so that no rank waits for one that has already given up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from structlog.stdlib import BoundLogger
 
 from fi_flags import logs
-from fi_flags.ballots import Ballot
+from fi_flags.ballots import Ballot, cut
 from fi_flags.decision import Decision, Reason, Strategy, decide
-from fi_flags.errors import FlagsError, RanksError, SettingsError
+from fi_flags.errors import FlagsError, RanksError, SettingsError, WorkloadError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import Gate, load_gates
-from fi_flags.plan import Action, Plan, make_plan
-from fi_flags.ranks import Meeting, Ranks
+from fi_flags.plan import Action, Plan, count_ballots, read_plans
+from fi_flags.ranks import Meeting, Ranks, Talk
 from fi_flags.report import Outcome, Report, rank_reports
 from fi_flags.settings import (
     FlashInferSettings,
@@ -34,7 +35,6 @@ from fi_flags.settings import (
 )
 from fi_flags.store import Store, environment_name, plain_identity, workload_name
 from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
-from fi_flags.table import Status
 from fi_flags.tuner import OnStep, Snapshot, Tuner
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
@@ -78,26 +78,54 @@ def warm_up(
     log = logs.get_logger(rank=ranks.rank)
     with ranks.meet(deadlines(settings), tell=teller(log)) as meeting:
         ready = _prepare(workload, meeting, settings, facts, log)
-        ballots = [Ballot.from_json(fields) for fields in meeting.vote(ready.ballot.to_json())]
-        plan = make_plan(ballots)
+        plan = read_plans(meeting.vote(ready.ballot.to_json(), count_ballots))[ranks.group]
         if plan.action is Action.FAIL:
-            raise ready.error or RanksError(
-                f"the group cannot start: {plan.why}",
-                ranks=[ballot.rank for ballot in ballots if ballot.error],
-                phase="join",
-            )
+            text = f"the group cannot start: {plan.why}"
+            raise ready.error or RanksError(text, ranks=list(plan.failed), phase="join")
         assert ready.tuner is not None  # noqa: S101 - or its ballot had an error
         assert ready.decision is not None  # noqa: S101 - likewise
-        if ranks.rank == 0:
-            _say_plan(log, plan, ballots, meeting.votes)
-        crew = Crew(meeting, ready.tuner, ready.before, workload, ballots, log, on_step)
+        talk = meeting.among(plan.members)
+        if talk is not meeting:
+            log = log.bind(group=ranks.group)
+        if talk.first:
+            if ranks.rank != 0:
+                logs.log_decision(log, ready.decision)
+            _say_plan(log, plan, meeting.all_votes)
+        crew = Crew(meeting, talk, ready.tuner, ready.before, workload, log, on_step)
         cached = plan.action is not Action.UNCACHED and ready.cached is not None
         strategy = ready.cached if cached and ready.cached else PerRank()
-        result = strategy.carry_out(crew, plan)
-        report = _report(result, ballots, ready.decision, meeting, time.perf_counter() - began)
-        if ranks.rank == 0:
+        with _last_vote(meeting, talk):
+            result = strategy.carry_out(crew, plan)
+        report = _report(result, ready.decision, meeting, time.perf_counter() - began)
+        if talk.first:
             _say_outcome(log, report)
     return report
+
+
+@contextlib.contextmanager
+def _last_vote(meeting: Meeting, talk: Talk) -> Iterator[None]:
+    """Once this rank's group is done, or has failed, hear of the other groups.
+
+    Raises:
+        WorkloadError: This group failed, or another did.
+    """
+    failure: WorkloadError | None = None
+    try:
+        yield
+    except WorkloadError as error:  # all ranks of the group came out with the same
+        failure = error
+    if talk is not meeting:  # else the group's own last vote has said it all
+        group, text = meeting.ranks.group, str(failure or "")
+        failed = meeting.vote([group, cut(text, 500)], _count_failures)
+        if failed and failure is None:
+            text = "; ".join(f"group {name}: {why}" for name, why in failed.items())
+            failure = WorkloadError(text, hint="this group is well, but it cannot go on without")
+    if failure is not None:
+        raise failure
+
+
+def _count_failures(said: list[list[str]]) -> dict[str, str]:
+    return {group: text for group, text in reversed(said) if text}
 
 
 class VllmRunner(Protocol):
@@ -168,7 +196,7 @@ def _prepare(
 ) -> _Ready:
     """All that comes before vote 1; whatever fails becomes this rank's ballot."""
     ranks = meeting.ranks
-    fields: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host}
+    fields: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "group": ranks.group}
     try:
         settings, gates = _with_gates(settings)
         decision = _decide(workload, settings, gates, facts, ranks.rank, log)
@@ -262,7 +290,7 @@ def _cached(
     stamps = tuner.stamps()
     identity = plain_identity(workload.identity)
     name = workload_name(workload.name, identity)
-    store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.name)
+    store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.group)
     found = store.read(stamps)
     about = {"workload": {"name": workload.name, **identity}}
     if found.table is not None:
@@ -307,21 +335,18 @@ def teller(log: BoundLogger) -> Any:  # noqa: ANN401 - a Tell
     return tell
 
 
-def _say_plan(log: BoundLogger, plan: Plan, ballots: list[Ballot], votes: int) -> None:
+def _say_plan(log: BoundLogger, plan: Plan, votes: int) -> None:
     # A table that is there and cannot be used is news, also where the group only tunes afresh.
-    spoilt = {Status.SUSPECT.value, Status.UNREADABLE.value, Status.FOREIGN.value}
-    damaged = any(ballot.table in spoilt for ballot in ballots)
-    troubled = damaged or plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
+    troubled = plan.spoilt or plan.reason in (Reason.RANKS_DISAGREE, Reason.CACHE_UNUSABLE)
     speak = log.warning if troubled else log.info
     # Should the run fail, moving this file away is the mend.
-    table = {"table": ballots[plan.leader].place} if plan.action is Action.WARM else {}
+    table = {"table": plan.stored.place} if plan.action is Action.WARM else {}
     shown = {"action": plan.action.value, "reason": plan.reason.value, "why": plan.why}
     speak(logs.PLAN, **shown, votes=votes, **table)
 
 
 def _report(
     result: Result,
-    ballots: list[Ballot],
     decision: Decision,
     meeting: Meeting,
     seconds: float,
@@ -332,7 +357,7 @@ def _report(
         Action.UNTUNED,
     ):
         decision = decision.overruled(plan.reason, plan.why)
-    recorded = ballots[plan.leader].cold_seconds
+    recorded = plan.stored.cold_seconds
     saved = None
     if result.outcome in (Outcome.WARM, Outcome.TOPPED_UP) and recorded:
         saved = round(recorded - max(tally.seconds for tally in result.tallies), 3)
@@ -343,7 +368,7 @@ def _report(
         seconds=round(seconds, 3),
         saved_seconds=saved,
         table=result.table,
-        ranks=rank_reports(result.outcome, list(result.tallies), meeting.votes),
+        ranks=rank_reports(result.outcome, list(result.tallies), meeting.all_votes),
     )
 
 

@@ -59,14 +59,22 @@ class Wire:
 
     Every method raises RuntimeError, as torch does for a store that is gone, if there is no answer
     within ``deadline`` seconds; from then on every call raises at once.
+
+    Args:
+        store: The store.
+        deadline: Seconds.
+        direct: Make the calls in the caller's own thread: for a store in this process, which
+            always answers.
     """
 
-    def __init__(self, store: Store, deadline: float) -> None:
+    def __init__(self, store: Store, deadline: float, *, direct: bool = False) -> None:
         self._store: Any = store
+        self._direct = direct
         self._deadline = deadline
         self._silent = ""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="fi_flags-wire", daemon=True).start()
+        if not direct:
+            threading.Thread(target=self._work, name="fi_flags-wire", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
         """Store a value."""
@@ -107,6 +115,8 @@ class Wire:
     def _ask(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - the store's own
         if self._silent:
             raise RuntimeError(self._silent)
+        if self._direct:
+            return getattr(self._store, name)(*arguments)
         call = _Call(lambda: getattr(self._store, name)(*arguments))
         self._calls.put(call)
         try:

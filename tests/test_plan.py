@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fi_flags import plan as plan_module
 from fi_flags.ballots import PROTOCOL, Ballot, Tally
 from fi_flags.decision import Reason, Strategy
 from fi_flags.plan import (
@@ -21,8 +22,11 @@ from fi_flags.plan import (
     Plan,
     after_run,
     all_loaded,
+    count_ballots,
     make_plan,
+    make_plans,
     publishers,
+    read_plans,
 )
 from fi_flags.settings import FlashInferSettings, OnFailure, plan_values
 from fi_flags.table import Status
@@ -437,20 +441,19 @@ def ballots_of(draw: st.DrawFn) -> list[Ballot]:
 
 
 def told(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, why="")
+    """A plan without its texts, which the wire cuts."""
+    return dataclasses.replace(plan, why="", stored=dataclasses.replace(plan.stored, place=""))
 
 
 @many
 @given(ballots_of())
-def test_a_plan_exists_and_is_the_same_after_the_wire(ballots: list[Ballot]) -> None:
-    plan = make_plan(ballots)
-    cut = [Ballot.from_json(one.to_json()) for one in ballots]
-    wired = [over_the_wire(one) for one in ballots]
-    # What a rank sees: its own ballot as it posted it, those of others as JSON.
-    seen = {make_plan([*wired[:own], cut[own], *wired[own + 1 :]]) for own in range(len(ballots))}
-    assert seen == {make_plan(wired)}
-    assert told(seen.pop()) == told(plan)
-    assert [over_the_wire(one) for one in wired] == wired
+def test_a_plan_exists_and_arrives_as_it_was_made(ballots: list[Ballot]) -> None:
+    # Rank 0 sees its own ballot as it posted it, those of others as JSON.
+    wired = [ballots[0].to_json(), *(json.loads(json.dumps(b.to_json())) for b in ballots[1:])]
+    plan = make_plan([Ballot.from_json(fields) for fields in wired])
+    assert read_plans(json.loads(json.dumps(count_ballots(wired)))) == {"": plan}
+    whole = make_plan(ballots)
+    assert told(plan) == told(whole)
     assert json.loads(json.dumps(plan.to_json()))["action"] == plan.action.value
 
 
@@ -548,7 +551,7 @@ def test_the_size_of_a_ballot_is_bounded_however_long_its_texts() -> None:
     texts = [
         name
         for name, kind in typing.get_type_hints(Ballot).items()
-        if kind is str and name not in ("mode", "strategy", "reason", "table", "digest")
+        if kind is str and name not in ("mode", "strategy", "reason", "table", "digest", "group")
     ]
     assert {"host", "error", "why", "unusable", "place", "workload"} <= set(texts)
     given: dict[str, Any] = dict.fromkeys(texts, "\0" * 100_000)
@@ -623,3 +626,88 @@ def test_the_lowest_rank_of_each_host_and_place_publishes(
 ) -> None:
     ballots = [ballot(r, host=host, place=place) for r, (host, place) in enumerate(places)]
     assert publishers(ballots) == expected
+
+
+# -- groups ---------------------------------------------------------------------------------
+
+
+def stage(name: str, *ranks: int, **given: Any) -> list[Ballot]:
+    return [ballot(rank, group=name, **given) for rank in ranks]
+
+
+def test_each_group_of_a_world_has_a_plan_of_its_own() -> None:
+    plans = make_plans([*stage("pp0", 0, 1, **OK), *stage("pp1", 2, 3, workload="toy-2")])
+    assert {name: plan.action for name, plan in plans.items()} == {
+        "pp0": Action.WARM,
+        "pp1": Action.COLD,
+    }
+    assert plans["pp1"].members == (2, 3)
+    assert plans["pp1"].tuners == {2, 3}
+    assert (plans["pp0"].leader, plans["pp1"].leader) == (0, 2)
+
+
+def test_groups_may_lie_in_any_order_of_ranks() -> None:
+    ballots = [ballot(rank, group=f"dp{rank % 2}") for rank in range(4)]
+    assert {n: p.members for n, p in make_plans(ballots).items()} == {"dp0": (0, 2), "dp1": (1, 3)}
+
+
+def test_one_group_that_disagrees_or_has_other_gpus_leaves_the_others_alone() -> None:
+    h100 = ENVIRONMENT | {"gpu": "NVIDIA H100"}
+    ballots = [
+        *stage("pp0", 0, 1, **OK),
+        *stage("pp1", 2, environment=h100),
+        *stage("pp1", 3),
+        *stage("pp2", 4, 5, environment=h100, **OK),
+        *stage("pp3", 6, skip_ops=["moe"]),
+        *stage("pp3", 7),
+    ]
+    plans = make_plans(ballots)
+    assert plans["pp0"].action is plans["pp2"].action is Action.WARM
+    assert plans["pp1"].reason is Reason.CACHE_UNUSABLE
+    assert "gpu differs: NVIDIA H100 (rank 2), NVIDIA H200 (rank 3)" in plans["pp1"].why
+    assert plans["pp3"].reason is Reason.RANKS_DISAGREE
+    assert plans["pp0"].skip_ops == set()
+
+
+def test_a_rank_that_cannot_start_stops_every_group_by_name() -> None:
+    plans = make_plans([*stage("pp0", 0, 1), *stage("pp1", 2), *stage("pp1", 3, error="boom")])
+    for plan in plans.values():
+        assert (plan.action, plan.why, plan.failed) == (Action.FAIL, "rank 3 (host3): boom", (3,))
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_under_auto_the_worlds_rank_0_answers_for_every_group(included: bool) -> None:
+    yes = {"mode": "auto", "reason": "AUTO_ELIGIBLE"}
+    no = {"mode": "auto", "reason": "ROLLOUT_EXCLUDED", "strategy": PER_RANK}
+    first, other = (yes, no) if included else (no, yes)
+    plans = make_plans([*stage("pp0", 0, **first), *stage("pp1", 1, 2, **other)])
+    expected = Action.COLD if included else Action.UNCACHED
+    assert {plan.action for plan in plans.values()} == {expected}
+
+
+def test_split_leader_lets_the_first_rank_of_each_group_tune() -> None:
+    plans = make_plans([*stage("pp0", 0, 1, split="leader"), *stage("pp1", 2, 3, split="leader")])
+    assert [plan.tuners for plan in plans.values()] == [{0}, {2}]
+
+
+def test_each_group_publishes_once_on_each_disk_it_has() -> None:
+    ballots = [ballot(rank, group=f"pp{rank // 4}", host=f"node{rank % 2}") for rank in range(8)]
+    assert [plan.publishers for plan in make_plans(ballots).values()] == [{0, 1}, {4, 5}]
+
+
+@examples
+@given(st.sets(st.integers(0, 100)))
+def test_ranks_arrive_as_they_were_sent(ranks: set[int]) -> None:
+    plan = dataclasses.replace(
+        make_plan([ballot(0)]),
+        members=tuple(sorted(ranks)),
+        tuners=frozenset(ranks),
+        publishers=frozenset(ranks),
+    )
+    sent = plan_module._plans().dump_json({"": plan})
+    assert plan_module._plans().validate_json(sent) == {"": plan}
+
+
+def test_a_plan_of_a_thousand_ranks_is_a_short_message() -> None:
+    ballots = [ballot(rank, host=f"node{rank // 8}", **OK).to_json() for rank in range(1024)]
+    assert len(json.dumps(count_ballots(ballots))) < 1000

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from fi_flags import ranks as ranks_module
@@ -188,6 +190,100 @@ def test_ranks_that_cannot_be_are_refused(given: tuple[int, int], message: str) 
 def test_without_torch_distributed_there_is_one_rank() -> None:
     ranks = Ranks.detect()
     assert (ranks.rank, ranks.world, ranks.store) == (0, 1, None)
+
+
+# -- parts of a world -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("pp0", "pp1"), ("0", "beat"), ("group/0", "failure")])
+def test_parts_of_a_world_vote_on_their_own_and_are_numbered_as_in_the_world(
+    names: tuple[str, str],
+) -> None:
+    def work(ranks: Ranks) -> tuple[Any, ...]:
+        with ranks.meet(CALM) as meeting:
+            mine = ranks.rank
+            first = meeting.vote([mine, ranks.group])
+            talk = meeting.among([rank for rank, group in first if group == ranks.group])
+            votes = [talk.vote([mine, number]) for number in range(2 + mine % 2)]
+            to = talk.members[-1]
+            gathered = talk.gather(to, mine)
+            shared = talk.share(to, mine if mine == to else None)
+            assert talk.first == (mine in (0, 1))
+            last = meeting.vote(mine)
+            return votes[-1], gathered, shared, last, meeting.all_votes
+
+    crowd = Crowd(4, limit=LIMIT_S, groups=lambda rank: names[rank % 2])
+    for rank, (votes, gathered, shared, last, taken) in enumerate(crowd.all(work)):
+        members = [rank % 2, rank % 2 + 2]
+        assert votes == [[member, 1 + rank % 2] for member in members]
+        assert gathered == (members if rank == members[-1] else None)
+        assert shared == members[-1]
+        assert last == [0, 1, 2, 3]
+        assert taken == 4 + rank % 2
+
+
+def test_a_part_that_is_the_world_is_the_same_conversation() -> None:
+    def talk(meeting: Meeting) -> bool:
+        return meeting.among(range(2)) is meeting
+
+    assert met(2, talk) == [True, True]
+
+
+def test_a_rank_of_another_part_that_leaves_is_named() -> None:
+    def work(ranks: Ranks) -> Any:
+        with ranks.meet(QUICK) as meeting:
+            meeting.vote(0)
+            talk = meeting.among([0, 1] if ranks.rank < 2 else [2, 3])
+            if ranks.rank == 3:
+                raise KeyError("boom")
+            talk.vote(1)
+            return meeting.vote(2)
+
+    results = Crowd(4, limit=LIMIT_S, groups=lambda rank: f"pp{rank // 2}").each(work)
+    for error in lost(results[:3]):
+        assert "rank 3 (host3) was lost in phase join: KeyError: 'boom'" in str(error)
+
+
+def test_what_is_counted_reaches_every_rank_and_only_the_first_counts() -> None:
+    counting: list[int] = []
+
+    def talk(meeting: Meeting) -> Any:
+        def count(ballots: list[Any]) -> Any:
+            counting.append(meeting.rank)
+            return {"sum": sum(ballots)}
+
+        return meeting.vote(meeting.rank, count)
+
+    assert met(3, talk) == [{"sum": 3}] * 3
+    assert counting == [0]
+
+
+def test_counting_that_fails_is_told_to_the_others() -> None:
+    nothing: dict[str, int] = {}
+    results = meet(2, lambda meeting: meeting.vote(0, lambda _ballots: nothing["x"]), QUICK)
+    assert isinstance(results[0], KeyError)
+    (error,) = lost(results, but=0)
+    assert "KeyError: 'x'" in str(error)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+rows = st.lists(values, min_size=1) | st.sets(st.text(), max_size=4).flatmap(
+    lambda names: st.lists(st.fixed_dictionaries(dict.fromkeys(names, values)), min_size=1)
+)
+
+
+@settings(deadline=None)
+@given(rows)
+def test_packed_values_come_out_as_they_went_in(given_rows: list[Any]) -> None:
+    wired = json.loads(json.dumps(ranks_module._pack(given_rows)))
+    # As text, since to Python 1, 1.0 and True are equal.
+    assert json.dumps(ranks_module._unpack(wired)) == json.dumps(given_rows)
+
+
+def test_what_all_ranks_say_alike_is_sent_once() -> None:
+    said = [{"rank": rank, "long": "x" * 1000} for rank in range(100)]
+    assert len(json.dumps(ranks_module._pack(said))) < 2000
 
 
 # -- one meeting after another --------------------------------------------------------------
@@ -412,7 +508,7 @@ def test_an_answer_that_came_before_a_rank_left_counts() -> None:
     with crowd.ranks(1).meet(CALM) as meeting:
 
         def answer_and_leave() -> None:
-            meeting._wire.set("1", '1:["the answer"]')
+            meeting._wire.set("1", '1:{"rows":["the answer"]}')
             raise RanksError("rank 0 was lost in phase run: WorkloadError")
 
         meeting._pulse.raise_if_gone = answer_and_leave  # type: ignore[method-assign]
@@ -842,8 +938,9 @@ def test_a_store_that_freezes_ends_every_rank_wherever_it_is(
     freeze, ended = threading.Event(), []
     opened = ranks_module._open
 
-    def frozen_open(ranks: Ranks) -> Any:
-        return tuple(Frozen(store, freeze) for store in opened(ranks))
+    def frozen_open(ranks: Ranks, deadlines: Deadlines) -> Any:
+        stores = [Frozen(wire._store, freeze) for wire in opened(ranks, deadlines)]
+        return tuple(Wire(store, deadlines.silence) for store in stores)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks_module, "_open", frozen_open)
     deadlines = Deadlines(join=5, silence=0.5, standstill=5, grace=0.2)

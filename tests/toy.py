@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pytest
@@ -139,15 +139,20 @@ def fresh_tuner() -> Any:
 
 @dataclass
 class Crowd:
-    """A world of threads over one in-memory store."""
+    """A world of threads over one in-memory store; ``groups`` names each rank's tuning group."""
 
     world: int
     limit: float = LIMIT_S
     name: str = "world"
     store: HashStore = field(default_factory=HashStore)
+    groups: Callable[[int], str] = lambda _rank: ""
 
     def ranks(self, rank: int) -> Ranks:
-        return in_memory(self.world, self.name, self.store)[rank]
+        return self.members()[rank]
+
+    def members(self) -> list[Ranks]:
+        ranks = in_memory(self.world, self.name, self.store)
+        return [replace(one, group=self.groups(one.rank) or self.name) for one in ranks]
 
     def each(self, work: Callable[[Ranks], T]) -> list[T | BaseException]:
         """What each rank returned or raised; a rank that does not end fails the test."""
@@ -156,7 +161,7 @@ class Crowd:
             this_thread.rank = ranks.rank
             return work(ranks)
 
-        group = in_memory(self.world, self.name, self.store)
+        group = self.members()
         results, errors = attempt(group, go, self.limit)
         done: dict[int, T | BaseException] = {**results, **errors}
         late = [ranks.rank for ranks in group if ranks.rank not in done]
