@@ -364,6 +364,9 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     failed = [t for t in tallies if not t.ran]
     text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
     first = crew.meeting.first_failure()
+    if first is not None and not set(first.ranks) <= set(plan.members):
+        # Another group's failure may be why torch's groups broke here; ours is told all the same.
+        text, first = f"{text}; before that, {first.describe()}", None
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.action is Action.WARM:
         place = plan.stored.place

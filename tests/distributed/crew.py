@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Orders:
     ops: tuple[str, ...] = ()
     grace: float = 0.5
     hosts_store: bool = False
+    stages: int = 1
 
 
 @dataclass
@@ -64,13 +65,14 @@ class Ended:
 
 @dataclass
 class Crew:
-    """A world of processes."""
+    """A world of processes; with several stages, that many tuning groups of neighbours."""
 
     world: int
     place: Path
     settings: dict[str, Any] = field(default_factory=dict)
     each: Callable[[int], dict[str, Any]] = lambda _rank: {}
     limit: float = LIMIT_S
+    stages: int = 1
 
     def start(
         self,
@@ -104,6 +106,7 @@ class Crew:
                         fault=fault,
                         ops=ops(rank),
                         hosts_store=rank_0_hosts and rank == 0,
+                        stages=self.stages,
                     ),
                 ),
             )
@@ -143,6 +146,7 @@ def work(orders: Orders) -> None:
 
     from fi_flags import warmup  # noqa: PLC0415
     from fi_flags.errors import FlagsError  # noqa: PLC0415
+    from fi_flags.ranks import Ranks  # noqa: PLC0415
     from fi_flags.settings import FlashInferSettings  # noqa: PLC0415
     from fi_flags.tuner import wall_clock  # noqa: PLC0415
     from fi_flags.workloads.cpu import OP_PREFIX, CpuDecoder  # noqa: PLC0415
@@ -175,15 +179,26 @@ def work(orders: Orders) -> None:
             if fault and fault.where == "after":
                 fault.strike()
 
+    size = orders.world // orders.stages
     decoder = Decoder.tiny(
-        rank=orders.rank, world=orders.world, between=between, extra_ops=orders.ops
+        rank=orders.rank % size, world=size, between=between, extra_ops=orders.ops
     )
+    ranks = None
+    if orders.stages > 1:
+        stage = orders.rank // size
+        groups = [
+            dist.new_group(list(range(n * size, (n + 1) * size))) for n in range(orders.stages)
+        ]
+        decoder.all_reduce = partial(dist.all_reduce, group=groups[stage])
+        ranks = Ranks.detect(f"pp{stage}", groups[stage])
     result: dict[str, Any] = {}
     try:
         if fault and fault.where == "before":
             fault.strike()
         with wall_clock(repeat=2):
-            report = warmup.warm_up(decoder, settings=FlashInferSettings(**orders.settings))
+            report = warmup.warm_up(
+                decoder, ranks=ranks, settings=FlashInferSettings(**orders.settings)
+            )
         logits = decoder.forward()
         result = {"report": report.to_json(), "logits": logits.double().sum().item()}
         dist.barrier()  # the next collective pairs on all ranks
