@@ -29,6 +29,7 @@ class Ballot:
         no_sync: The gate that forbids averaging timings, or empty.
         environment: FlashInfer's stamps; empty where the rank decided per-rank, since off means
             that nothing is looked up.
+        lacking: What this rank's FlashInfer cannot do (``Tuner.lacking``), each with why.
         unusable: Why this rank's FlashInfer cannot serve a stored table, or empty.
         place: The table's path, for choosing one publisher per disk.
         digest: Of the table's entries, all of them.
@@ -48,7 +49,7 @@ class Ballot:
     no_sync: str = ""
     workload: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
-    features: tuple[str, ...] = ()
+    lacking: Mapping[str, str] = field(default_factory=dict)
     unusable: str = ""
     held: int = 0
     table: str = Status.ABSENT.value
@@ -65,7 +66,8 @@ class Ballot:
         fields: dict[str, Any] = dict(vars(self))
         for name in ("host", "workload", "unusable", "why", "place", "error", "no_sync"):
             fields[name] = cut(fields[name], 500)
-        fields["environment"] = {name: cut(text) for name, text in self.environment.items()}
+        for name in ("environment", "lacking"):
+            fields[name] = {key: cut(text) for key, text in fields[name].items()}
         return fields
 
     @classmethod
@@ -73,8 +75,7 @@ class Ballot:
         """Read a ballot; names that this version does not know are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         given = {name: value for name, value in fields.items() if name in known}
-        for name in ("features", "gate_ops"):
-            given[name] = tuple(given.get(name, ()))
+        given["gate_ops"] = tuple(given.get("gate_ops", ()))
         return cls(**given)
 
 

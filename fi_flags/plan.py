@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Annotated, Any, TypeAlias
@@ -100,7 +100,8 @@ class Plan:
         exchange: Whether the ranks' tables must be brought together before loading.
         tuners: The ranks that tune what is missing.
         skip_ops: Ops that no rank tunes or loads.
-        features: What the FlashInfer of every rank can do.
+        without: What the plan would use and does without on all ranks, since the FlashInfer of some
+            rank cannot; each with why and where.
         publish: Whether the result may be written.
         publishers: The ranks that write it: the lowest rank of each place on each host.
         sync: Whether FlashInfer averages timings over the group's process group.
@@ -118,7 +119,7 @@ class Plan:
     spoilt: bool = False
     exchange: bool = False
     tuners: _Runs = frozenset()
-    features: frozenset[str] = frozenset()
+    without: Mapping[str, str] = field(default_factory=dict)
     publishers: _Runs = frozenset()
     skip_ops: frozenset[str] = frozenset()
     on_failure: OnFailure = OnFailure.RAISE
@@ -136,6 +137,7 @@ class Plan:
             "leader": self.leader,
             "tuners": sorted(self.tuners),
             "sync": self.sync,
+            "without": dict(self.without),
             "skip_ops": sorted(self.skip_ops),
             "on_failure": self.on_failure.value,
         }
@@ -185,7 +187,11 @@ def make_plan(ballots: Sequence[Ballot], world: Sequence[Ballot] = ()) -> Plan:
         world: Those of the whole world, if the group is only a part of it: a rank that cannot start
             stops all, and whether a rollout includes them is for its rank 0 to say.
     """
-    world = world or ballots
+    plan = _plan(ballots, world or ballots)
+    return dataclasses.replace(plan, without=_without(plan, ballots))
+
+
+def _plan(ballots: Sequence[Ballot], world: Sequence[Ballot]) -> Plan:
     base = Plan(
         action=Action.UNCACHED,
         reason=_reason(ballots[0].reason),
@@ -194,7 +200,6 @@ def make_plan(ballots: Sequence[Ballot], world: Sequence[Ballot] = ()) -> Plan:
         leader=ballots[0].rank,
         spoilt=any(b.table in _SPOILT for b in ballots),
         tuners=frozenset(b.rank for b in ballots),
-        features=frozenset.intersection(*(frozenset(b.features) for b in ballots)),
         publishers=publishers(ballots),
         # An op that one rank must skip is skipped by all; a failure that one must raise, all do.
         skip_ops=frozenset(op for b in ballots for op in b.settings.get("autotune_skip_ops", ())),
@@ -211,11 +216,33 @@ def make_plan(ballots: Sequence[Ballot], world: Sequence[Ballot] = ()) -> Plan:
         return dataclasses.replace(base, reason=Reason.RANKS_DISAGREE, why=disagreement)
     if strategies[0] == Strategy.PER_RANK.value:
         return dataclasses.replace(base, why="every rank tunes alone; nothing is kept")
-    unusable = _unusable(ballots)
+    gated = frozenset(op for b in ballots for op in b.gate_ops)
+    unusable = _unusable(ballots) or _unskippable(ballots, base.skip_ops | gated)
     if unusable:
         return dataclasses.replace(base, reason=Reason.CACHE_UNUSABLE, why=unusable)
-    gated = frozenset(op for b in ballots for op in b.gate_ops)
     return _cached_plan(dataclasses.replace(base, skip_ops=base.skip_ops | gated), ballots)
+
+
+def _without(plan: Plan, ballots: Sequence[Ballot]) -> dict[str, str]:
+    cached = plan.action in (Action.COLD, Action.WARM)
+    used = {
+        "settle": cached,
+        "skip_ops": bool(plan.skip_ops),
+        "read_only": len(plan.tuners) < len(plan.members),
+    }
+    lacking = {name: _lacking(ballots, name) for name, wanted in used.items() if wanted}
+    return {name: why for name, why in lacking.items() if why}
+
+
+def _lacking(ballots: Sequence[Ballot], feature: str) -> str:
+    """Why some rank's FlashInfer lacks a feature, with the ranks; empty if none does."""
+    return _grouped([(b.rank, b.lacking[feature]) for b in ballots if feature in b.lacking])
+
+
+def _unskippable(ballots: Sequence[Ballot], ops: frozenset[str]) -> str:
+    # A stored table without them would still leave them to be tuned.
+    why = _lacking(ballots, "skip_ops") if ops else ""
+    return f"{', '.join(sorted(ops))} cannot be left out: {why}" if why else ""
 
 
 def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
@@ -278,9 +305,9 @@ def _sync(ballots: Sequence[Ballot], split: Split) -> tuple[bool, str]:
     forbidden = [(b.rank, f"gate {b.no_sync}") for b in ballots if b.no_sync]
     if forbidden:
         return False, f"{_grouped(forbidden)} forbids it"
-    lacking = [(b.rank, "no process group") for b in ballots if "process_group" not in b.features]
+    lacking = _lacking(ballots, "process_group")
     if lacking:
-        return False, f"there is {_grouped(lacking)}"
+        return False, lacking
     if split is not Split.ALL:
         return False, "not all ranks tune"
     # An all-reduce per tactic hangs where one rank hits what another tunes.

@@ -284,7 +284,8 @@ class _Run:
         if self._seen is None:
             return
         tuner = self._crew.tuner
-        tuner.settle(self._seen)
+        if "settle" not in self._plan.without:
+            tuner.settle(self._seen)
         self.served = tuner.export(self._seen, also)
         self._digest = serving_digest(self.served)
         missing = tuner.counts(self._seen).missing

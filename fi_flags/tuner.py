@@ -130,6 +130,13 @@ class Tuner:
         }
         return tuple(name for name, there in sorted(found.items()) if there)
 
+    def lacking(self) -> dict[str, str]:
+        """What this release cannot do, each with why."""
+        known = ("process_group", "skip_ops")
+        return {
+            name: f"this FlashInfer has no {name}" for name in known if name not in self.features
+        }
+
     def obstacle(self) -> str:
         """Why a stored table cannot be served by this FlashInfer, or an empty string."""
         lacking = [name for name in _PRIVATE if not hasattr(self._tuner, name)]

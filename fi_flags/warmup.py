@@ -215,12 +215,9 @@ def _prepare(
         known = error if isinstance(error, FlagsError) else None
         text = known.message if known else f"{type(error).__name__}: {error}"
         return _Ready(Ballot(**fields, error=text), error=known)
-    if ranks.rank == 0 and settings.autotune_skip_ops and "skip_ops" not in tuner.features:
-        text = "autotune_skip_ops cannot be heeded: this FlashInfer tunes all or nothing"
-        log.warning(logs.SETTING_WARNING, message=text)
-    # Averaging timings takes a release that can, and a group to do it in.
-    grouped = ranks.process_group is not None
-    fields["features"] = tuple(n for n in tuner.features if grouped or n != "process_group")
+    fields["lacking"] = lacking = tuner.lacking()
+    if ranks.process_group is None:  # averaging timings takes a group to do it in
+        lacking.setdefault("process_group", "this rank has no process group")
     before: Snapshot | None = None
     with contextlib.suppress(Exception):  # it is only missed where a warm-up fails
         before = tuner.snapshot()
@@ -232,7 +229,7 @@ def _prepare(
         more = {
             "workload": cached.store.path.parent.name,
             "environment": cached.stamps,
-            "unusable": tuner.obstacle() or _unskippable(decision, settings, tuner),
+            "unusable": tuner.obstacle(),
             "held": tuner.held(),
             "table": found.status.value,
             "why": found.why,
@@ -256,14 +253,6 @@ def _with_gates(
         return settings, load_gates(settings.gates_file)
     except SettingsError as error:
         return off_because(error), load_gates()
-
-
-def _unskippable(decision: Decision, settings: FlashInferSettings, tuner: Tuner) -> str:
-    ops = sorted({*decision.skip_ops, *settings.autotune_skip_ops})
-    if ops and "skip_ops" not in tuner.features:
-        why = "a gate leaves out" if decision.skip_ops else "autotune_skip_ops names"
-        return f"{why} {', '.join(ops)}, which this FlashInfer cannot"
-    return ""
 
 
 def _decide(
@@ -343,6 +332,8 @@ def _say_plan(log: BoundLogger, plan: Plan, votes: int) -> None:
     table = {"table": plan.stored.place} if plan.action is Action.WARM else {}
     shown = {"action": plan.action.value, "reason": plan.reason.value, "why": plan.why}
     speak(logs.PLAN, **shown, votes=votes, **table)
+    for feature, why in plan.without.items():
+        log.warning(logs.WITHOUT, feature=feature, why=why)
 
 
 def _report(

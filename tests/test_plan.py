@@ -59,7 +59,6 @@ def ballot(rank: int, **given: Any) -> Ballot:
         "environment": ENVIRONMENT,
         "place": "/tables/world.json",
         "writable": True,
-        "features": ("process_group",),
     }
     return Ballot(rank, **(usual | given))
 
@@ -407,7 +406,9 @@ def ballots_of(draw: st.DrawFn) -> list[Ballot]:
         "strategy": strategies,
         "workload": words.map(lambda word: word or "toy"),
         "environment": st.dictionaries(st.sampled_from(["gpu", "cudnn"]), words),
-        "features": st.lists(words).map(tuple),
+        "lacking": st.dictionaries(
+            st.sampled_from(["settle", "read_only", "process_group"]), words, max_size=1
+        ),
         "unusable": words,
         "held": st.integers(0, 2),
         "why": words,
@@ -626,6 +627,43 @@ def test_the_lowest_rank_of_each_host_and_place_publishes(
 ) -> None:
     ballots = [ballot(r, host=host, place=place) for r, (host, place) in enumerate(places)]
     assert publishers(ballots) == expected
+
+
+# -- what a release lacks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("feature", "given", "used"),
+    [
+        ("settle", {}, True),
+        ("settle", {"cache_access": "ro"}, False),  # nothing is loaded, so nothing to settle
+        ("settle", {"cache_access": "ro", **OK}, True),
+        ("read_only", {}, False),
+        ("read_only", {"cache_access": "ro"}, True),
+        ("read_only", {"split": "leader"}, True),
+        ("skip_ops", {}, False),
+        ("process_group", {}, False),
+    ],
+)
+def test_what_one_rank_lacks_is_off_on_all_and_named_where_the_plan_would_use_it(
+    feature: str, given: dict[str, Any], used: bool
+) -> None:
+    ballots = [ballot(0, **given), ballot(1, **given, lacking={feature: "no _such_name"})]
+    plan = make_plan(ballots)
+    assert plan.without == ({feature: "no _such_name (rank 1)"} if used else {})
+    same = make_plan([ballot(0, **given), ballot(1, **given)])
+    assert plan == dataclasses.replace(same, without=plan.without)
+
+
+def test_ops_that_one_rank_cannot_leave_out_cost_the_cache_and_not_the_start() -> None:
+    ballots = [
+        ballot(0, skip_ops=["moe"], **OK),
+        ballot(1, skip_ops=["moe"], lacking={"skip_ops": "no choose_one"}, **OK),
+    ]
+    plan = make_plan(ballots)
+    assert (plan.action, plan.reason) == (Action.UNCACHED, Reason.CACHE_UNUSABLE)
+    assert plan.why == "moe cannot be left out: no choose_one (rank 1)"
+    assert plan.without == {"skip_ops": "no choose_one (rank 1)"}
 
 
 # -- groups ---------------------------------------------------------------------------------

@@ -440,11 +440,11 @@ def test_with_the_flag_off_a_gate_leaves_no_op_out(tmp_path: Path) -> None:
 def test_ops_that_this_flashinfer_cannot_leave_out_cost_the_cache_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tuner, "features", ("file_key",))
+    monkeypatch.setattr(Tuner, "lacking", lambda _self: {"skip_ops": "it has no choose_one"})
     reports, served = start(2, tmp_path, given=lambda _r: gated(tmp_path))
     assert outcomes(reports) == {Outcome.UNCACHED}
     assert reports[0].plan.reason is Reason.CACHE_UNUSABLE
-    assert "a gate leaves out moe, which this FlashInfer cannot" in reports[0].plan.why
+    assert "moe cannot be left out: it has no choose_one" in reports[0].plan.why
     assert -1 not in {tactic for _runner, tactic in served[0].values()}
     assert tables(tmp_path) == []
 
@@ -845,13 +845,13 @@ def test_plan_actions_are_all_reached() -> None:
 def test_skip_ops_that_a_release_cannot_heed_cost_the_cache_and_not_the_start(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    features = Tuner.features.fget  # type: ignore[attr-defined]
-    without = property(lambda self: tuple(n for n in features(self) if n != "skip_ops"))
-    monkeypatch.setattr(Tuner, "features", without)
+    monkeypatch.setattr(Tuner, "lacking", lambda _self: {"skip_ops": "it has no choose_one"})
     reports, _ = start(2, tmp_path, flag, given=lambda _r: {"autotune_skip_ops": ["moe"]})
     assert outcomes(reports) == {Outcome.UNCACHED}
-    told = [e for e in map(logs.event_of, caplog.records) if e["event"] == logs.SETTING_WARNING]
-    assert ["cannot be heeded" in event["message"] for event in told] == [True]
+    told = [e for e in map(logs.event_of, caplog.records) if e["event"] == logs.WITHOUT]
+    assert [(e["feature"], e["why"]) for e in told] == [
+        ("skip_ops", "it has no choose_one (ranks 0, 1)")
+    ]
 
 
 def test_a_failed_warm_start_names_the_table_it_ran_on(tmp_path: Path) -> None:
