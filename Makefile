@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RANKS  ?= 2
 
-.PHONY: run test full lint types unit generate clean
+.PHONY: run test full lint types unit generate compat clean
 
 run: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" RANKS=$(RANKS) sh docs/demo.sh
@@ -31,6 +31,9 @@ unit: $(STAMP)
 
 generate: $(STAMP)
 	$(BIN)/python docs/generate.py
+
+compat: $(STAMP)
+	$(BIN)/python -m tests.contract.releases --write
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,10 +1,10 @@
 """The only contact with FlashInfer: tune, observe, export, load, give back.
 
 Public API does the work: ``autotune``, ``save_configs``, ``load_configs``. Private names are
-needed for three things that FlashInfer offers no way to ask: which look-ups a workload made, that
-a loaded entry wins over the tuner's memory, and that it outlives a later ``autotune(cache=...)``.
-They stand in ``_PRIVATE`` and are probed; where a release lacks one, ``obstacle()`` says so and the
-group tunes per rank, as with the flag off.
+needed for what FlashInfer offers no way to ask: which look-ups a workload made, that a loaded entry
+wins over the tuner's memory, that it outlives a later ``autotune(cache=...)``, and that a pass
+which must not tune does not. They stand in ``NAMES``, each with the feature that needs it; where a
+release lacks one, ``lacking()`` says so and that feature alone is off, on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -19,19 +19,52 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from fi_flags.errors import TunerError
+from fi_flags.keys import KeyFormat, extras_of, runner_of
 from fi_flags.table import Entries, Table, parse, rival_key
 
 __all__ = ["KEEP_GROUP", "Counts", "Pass", "Snapshot", "Tuner", "tuner_per_thread", "wall_clock"]
 
-# Private names of AutoTuner that we touch, tested on 0.7.4. The first group must be there; the
-# second holds provenance that newer releases keep beside the tactics.
-_PRIVATE = ("_lock", "_file_configs", "_get_cache_key", "_generate_optimization_profiles")
+OBSERVE: Final = "observe"
+LOAD: Final = "load"
+SETTLE: Final = "settle"
+READ_ONLY: Final = "read_only"
+SKIP_OPS: Final = "skip_ops"
+PROCESS_GROUP: Final = "process_group"
+
+# Every name of an AutoTuner object that we touch besides save_configs and load_configs: the
+# features that need it, and the first that has it of the releases that the contract tests check,
+# which hold this table against each. A name that no feature needs is carried along where it is.
+NAMES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "search_cache": ((OBSERVE, SETTLE), "0.6.8"),
+    "_get_cache_key": ((OBSERVE, SETTLE), "0.6.8"),
+    "_generate_optimization_profiles": ((OBSERVE,), "0.6.8"),
+    "profiling_cache": ((OBSERVE, LOAD, SETTLE), "0.6.8"),
+    "_file_configs": ((LOAD, SETTLE), "0.6.8"),
+    "_lock": ((LOAD, SETTLE, READ_ONLY), "0.6.8"),
+    "choose_one": ((READ_ONLY, SKIP_OPS), "0.6.8"),
+    "is_tuning_mode": ((READ_ONLY,), "0.6.8"),
+    "rank_tactics": ((), "0.6.18"),
+    "choose_with_protocol": ((), "0.7.4"),
+    "_profiling_cache_policies": ((), "0.7"),
+    "_profiling_cache_selections": ((), "0.7.4"),
+    "_ranked_tactics_cache": ((), "0.6.18"),
+    "_file_config_policies": ((), "0.7"),
+    "_file_config_selections": ((), "0.7.4"),
+    "_invalidated_file_keys": ((), "0.7.4"),
+    "_namespaced_records": ((), "0.6.18"),
+    "_dirty_namespaces": ((), "0.6.18"),
+    "_observed_cache_generations": ((), "0.6.18"),
+    "_dirty": ((), "0.6.8"),
+    "_dirty_seq": ((), "0.6.8"),
+    "_active_managed_store": ((), "0.7"),
+}
+# What a snapshot holds: the tactics, and where they came from.
 _TACTICS = (
     "profiling_cache",
     "_profiling_cache_policies",
@@ -50,6 +83,8 @@ _BOOKKEEPING = (
     "_dirty",
     "_dirty_seq",
 )
+# Where an op enters the tuner and might tune.
+_ENTRANCES = ("choose_one", "rank_tactics", "choose_with_protocol")
 
 KEEP_GROUP: Final = object()
 
@@ -84,20 +119,24 @@ class Pass:
 
     Attributes:
         before: What the tuner's memory held when the run began.
+        form: How this release spells its keys.
         sites: The calls known so far, and whether each was looked up yet.
         done: How many were.
-        blind: Why look-ups could not be observed, or empty.
+        names: The calls' file keys, and the extras of the call that has each.
+        blind: Why look-ups could not be observed or told apart, or empty.
     """
 
     tune: bool
     before: dict[Any, Any]
+    form: KeyFormat = field(default_factory=KeyFormat)
     sites: dict[Site, bool] = field(default_factory=dict)
+    names: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     done: int = 0
     blind: str = ""
 
     def calls(self) -> list[tuple[str, ...]]:
         """The sites by their file keys."""
-        return [tuple(key.file_key for key in site) for site in self.sites]
+        return [tuple(self.form.file_key(key) for key in site) for site in self.sites]
 
 
 class Tuner:
@@ -117,42 +156,82 @@ class Tuner:
                 hint="install flashinfer-python 0.6.8 or newer, and what it needs",
                 feature="import",
             ) from error
+        self._form = KeyFormat()
+        self._unread: dict[str, str] = {}
+        self._look()
         self._loaded: set[str] = set()
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        """What this release can do, found by looking at it rather than at its version."""
-        options = inspect.signature(self._api.autotune).parameters
-        found = {
-            "file_key": hasattr(getattr(self._api, "ProfilingCacheKey", None), "file_key"),
-            "process_group": hasattr(self._api, "set_autotune_process_group"),
-            "skip_ops": "skip_ops" in options,
-        }
-        return tuple(name for name, there in sorted(found.items()) if there)
+    def _look(self) -> None:
+        """Find out how this release spells keys and values, by letting it spell some."""
+        try:
+            self._form = replace(self._form, with_extras=_keys_hold_extras(self._api))
+        except Exception as error:  # noqa: BLE001 - a release that we do not know may do anything
+            why = f"its keys are not understood ({type(error).__name__}: {error})"
+            self._unread = dict.fromkeys((OBSERVE, LOAD, SETTLE), why)
+            return
+        try:
+            self._form = replace(self._form, with_index=_values_hold_index(self._api))
+        except Exception as error:  # noqa: BLE001
+            why = f"its memory is not understood ({type(error).__name__}: {error})"
+            self._unread = {SETTLE: why}
 
     def lacking(self) -> dict[str, str]:
-        """What this release cannot do, each with why."""
-        known = ("process_group", "skip_ops")
+        """The features that this release lacks, each with why; found by looking, not by version.
+
+        ``observe``: which look-ups a workload makes. ``load``: that stored tactics win. ``settle``:
+        that they outlive a later ``autotune(cache=...)``. ``read_only``: that a pass which must not
+        tune does not, even where the workload opens ``autotune()`` itself. ``skip_ops``: leaving
+        ops out. ``process_group``: timings averaged over a group.
+        """
+        missing: dict[str, list[str]] = {}
+        for name, (features, _since) in NAMES.items():
+            if not hasattr(self._tuner, name):
+                for feature in features:
+                    missing.setdefault(feature, []).append(name)
+        found = {feature: f"its AutoTuner has no {', '.join(m)}" for feature, m in missing.items()}
+        if self._skips_ops():
+            found.pop(SKIP_OPS, None)
+        if not hasattr(self._api, "set_autotune_process_group"):
+            found[PROCESS_GROUP] = "it has no set_autotune_process_group"
         return {
-            name: f"this FlashInfer has no {name}" for name in known if name not in self.features
+            feature: f"FlashInfer {self.version}: {why}"
+            for feature, why in sorted((self._unread | found).items())
         }
+
+    @property
+    def version(self) -> str:
+        """FlashInfer's version as it says itself, or an empty text."""
+        return str(getattr(sys.modules.get("flashinfer"), "__version__", ""))
+
+    def _skips_ops(self) -> bool:
+        return SKIP_OPS in inspect.signature(self._api.autotune).parameters
 
     def obstacle(self) -> str:
         """Why a stored table cannot be served by this FlashInfer, or an empty string."""
-        lacking = [name for name in _PRIVATE if not hasattr(self._tuner, name)]
-        if lacking:
-            return f"this FlashInfer's AutoTuner has no {', '.join(lacking)}"
-        if "file_key" not in self.features:
-            return "this FlashInfer's keys are not understood"
+        lacking = self.lacking()
+        for needed in (LOAD, OBSERVE):
+            if needed in lacking:
+                return lacking[needed]
         if getattr(self._tuner, "_active_managed_store", None) is not None:
             return "FlashInfer's own managed store is attached (autotune_v2)"
-        if self._tuner.is_tuning_mode:
+        if getattr(self._tuner, "is_tuning_mode", False):
             return "someone else's autotune() is open around the warm-up"
         return ""
 
     def held(self) -> int:
         """How many tactics the tuner holds, whoever put them there."""
-        return len(self._tuner.profiling_cache) + len(self._tuner._file_configs)  # noqa: SLF001
+        return sum(len(self._held(name)) for name in ("profiling_cache", "_file_configs"))
+
+    def _held(self, name: str) -> dict[Any, Any]:
+        """One of the tuner's dictionaries, empty where the release has none."""
+        held: dict[Any, Any] = getattr(self._tuner, name, {})
+        return held
+
+    def _locked(self) -> contextlib.AbstractContextManager[Any]:
+        lock: contextlib.AbstractContextManager[Any] = getattr(
+            self._tuner, "_lock", contextlib.nullcontext()
+        )
+        return lock
 
     # -- running ----------------------------------------------------------------------------
 
@@ -168,47 +247,49 @@ class Tuner:
         """Run a workload inside FlashInfer's ``autotune``; its look-ups are taken note of.
 
         Args:
-            tune: Whether calls that no tactic serves are tuned.
-            skip_ops: Ops that keep FlashInfer's default, where the release can skip ops.
+            tune: Whether calls that no tactic serves are tuned. If not, none is, though the
+                workload opens an ``autotune()`` of its own.
+            skip_ops: Ops that keep FlashInfer's default.
             group: FlashInfer's process group for timings meanwhile; ``KEEP_GROUP``: as it is.
             on_step: Called with an op, the profiles done, and the profiles known so far.
         """
         options: dict[str, Any] = {}
-        if skip_ops and "skip_ops" in self.features:
-            options["skip_ops"] = set(skip_ops)
-        seen = Pass(tune=tune, before=dict(self._tuner.profiling_cache))
+        if skip_ops and self._skips_ops():
+            options["skip_ops"], skip_ops = set(skip_ops), ()
+        seen = Pass(tune, dict(self._held("profiling_cache")), self._form)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._quiet())
             stack.enter_context(self._with_group(group))
             stack.enter_context(self._observe(seen, on_step))
+            stack.enter_context(self._guard(tune, frozenset(skip_ops)))
             stack.enter_context(self._api.autotune(tune, **options))
             yield seen
 
     def counts(self, seen: Pass) -> Counts:
         """What a pass loaded, tuned, and left without a tactic. Call it before ``settle``."""
         kinds = dict.fromkeys(("loaded", "tuned", "held", "missing"), 0)
-        with self._tuner._lock:  # noqa: SLF001
+        with self._locked():
             for site in seen.sites:
                 kinds[self._kind(site, seen)] += 1
             # rank_tactics looks nothing up: what it tunes shows in memory only.
             looked_up = {key for site in seen.sites for key in site}
             kinds["tuned"] += sum(
                 value is not seen.before.get(key) and key not in looked_up
-                for key, value in self._tuner.profiling_cache.items()
+                for key, value in self._held("profiling_cache").items()
             )
         return Counts(**kinds, failed=kinds["missing"] if seen.tune else 0)
 
     def _kind(self, site: Site, seen: Pass) -> str:
-        memory = self._tuner.profiling_cache
+        memory, filed = self._held("profiling_cache"), self._held("_file_configs")
         for key in site:
             if key in memory:
                 if memory[key] is not seen.before.get(key):
                     return "tuned"
-                return "loaded" if key.file_key in self._loaded else "held"
-        names = [key.file_key for key in site]
+                return "loaded" if self._form.file_key(key) in self._loaded else "held"
+        names = [self._form.file_key(key) for key in site]
         if any(name in self._loaded for name in names):
             return "loaded"
-        return "held" if any(n in self._tuner._file_configs for n in names) else "missing"  # noqa: SLF001
+        return "held" if any(name in filed for name in names) else "missing"
 
     # -- tactics ----------------------------------------------------------------------------
 
@@ -222,17 +303,17 @@ class Tuner:
         Rivals are included: what the tuner holds for a call counts, whatever the runner.
 
         Raises:
-            TunerError: The pass could not be observed, so nobody knows what it asked for.
+            TunerError: The pass could not be observed, so nobody knows what it asked for; or it
+                made calls that a file cannot tell apart.
         """
         if seen.blind:
-            text = f"look-ups could not be observed: {seen.blind}"
-            raise TunerError(text, feature="search_cache")
-        calls = {rival_key(key.file_key) for site in seen.sites for key in site}
+            raise TunerError(seen.blind, feature=OBSERVE)
+        calls = {rival_key(name) for call in seen.calls() for name in call}
         calls.update(rival_key(name) for name in also)
-        with self._tuner._lock:  # noqa: SLF001
+        with self._locked():
             calls.update(
-                rival_key(key.file_key)
-                for key, value in self._tuner.profiling_cache.items()
+                rival_key(self._form.file_key(key))
+                for key, value in self._held("profiling_cache").items()
                 if value is not seen.before.get(key)
             )
         entries = self._save().entries
@@ -252,7 +333,7 @@ class Tuner:
         before = self.snapshot()
         accepted = False
         try:
-            with self._scratch() as path, self._tuner._lock:  # noqa: SLF001
+            with self._scratch() as path, self._locked():
                 self._forget({rival_key(name) for name in entries})
                 path.write_bytes(Table(entries, stamps).render())
                 accepted = self._tuner.load_configs(str(path))
@@ -271,22 +352,25 @@ class Tuner:
         A later ``autotune(cache=...)`` of someone else drops what was loaded, but not what is in
         memory; and a call is served from memory as fast as after tuning.
         """
+        if seen.blind:
+            return
         tuner = self._tuner
-        with tuner._lock:  # noqa: SLF001
+        with self._locked():
             self._align(seen)
-            for key in {key for site in seen.sites for key in site}:
-                loaded = tuner._file_configs.get(key.file_key)  # noqa: SLF001
+            for key, index in _indices(seen, every=self._form.with_index).items():
+                name = self._form.file_key(key)
+                loaded = tuner._file_configs.get(name)  # noqa: SLF001
                 if key in tuner.profiling_cache or loaded is None:
                     continue
                 runner, tactic = loaded
-                if runner != key.runner_class_name or key.file_key not in self._loaded:
+                if runner != runner_of(key) or name not in self._loaded:
                     continue
-                tuner.profiling_cache[key] = (tactic, None)
+                tuner.profiling_cache[key] = self._form.value(index, tactic)
                 for kept, filed in (
                     ("_profiling_cache_policies", "_file_config_policies"),
                     ("_profiling_cache_selections", "_file_config_selections"),
                 ):
-                    value = getattr(tuner, filed, {}).get(key.file_key)
+                    value = self._held(filed).get(name)
                     if value is not None:
                         getattr(tuner, kept)[(None, key)] = value
 
@@ -296,41 +380,43 @@ class Tuner:
         Memory tells runners of one class apart by their attributes, a file does not: it keeps the
         tactic that was stored last, which is then what a later start serves to all of them.
         """
-        memory = self._tuner.profiling_cache
-        mine = {key.file_key for site in seen.sites for key in site}
-        last = {key.file_key: value for key, value in memory.items() if key.file_key in mine}
-        for key, value in memory.items():
-            final = last.get(key.file_key, value)
-            if value[0] != final[0]:
-                memory[key] = final
+        memory, form = self._tuner.profiling_cache, self._form
+        mine = {name for call in seen.calls() for name in call}
+        names = {key: name for key in memory if (name := form.file_key(key)) in mine}
+        last = {name: form.tactic(memory[key]) for key, name in names.items()}
+        for key, name in names.items():
+            if form.tactic(memory[key]) != last[name]:
+                memory[key] = form.with_tactic(memory[key], last[name])
 
     def snapshot(self) -> Snapshot:
         """What the tuner holds now, for ``give_back``."""
-        with self._tuner._lock:  # noqa: SLF001
+        with self._locked():
             held = {name: _copied(self._tuner, name) for name in _TACTICS + _BOOKKEEPING}
         return {**held, "loaded": set(self._loaded)}
 
     def give_back(self, snapshot: Snapshot) -> None:
         """Put back what the tuner held when the snapshot was taken."""
-        with self._tuner._lock:  # noqa: SLF001
+        with self._locked():
             self._loaded = set(snapshot["loaded"])
             for name in _TACTICS + _BOOKKEEPING:
                 _put_back(self._tuner, name, snapshot[name])
 
     def _forget(self, calls: Collection[str]) -> None:
-        tuner = self._tuner
+        def mine(key: Any) -> bool:  # noqa: ANN401 - FlashInfer is untyped
+            return rival_key(key if isinstance(key, str) else self._form.file_key(key)) in calls
+
         for name in ("profiling_cache", "_ranked_tactics_cache"):
-            held = getattr(tuner, name, {})
-            for key in [key for key in held if rival_key(key.file_key) in calls]:
+            held = self._held(name)
+            for key in [key for key in held if mine(key)]:
                 del held[key]
         for name in ("_profiling_cache_policies", "_profiling_cache_selections"):
-            held = getattr(tuner, name, {})
-            for owner, key in [pair for pair in held if rival_key(pair[1].file_key) in calls]:
+            held = self._held(name)
+            for owner, key in [pair for pair in held if mine(pair[1])]:
                 if owner is None:  # other owners are managed stores
                     del held[(owner, key)]
         for name in ("_file_configs", "_file_config_policies", "_file_config_selections"):
-            held = getattr(tuner, name, {})
-            for text in [text for text in held if rival_key(text) in calls]:
+            held = self._held(name)
+            for text in [text for text in held if mine(text)]:
                 del held[text]
 
     def _save(self) -> Table:
@@ -354,23 +440,68 @@ class Tuner:
     @contextlib.contextmanager
     def _observe(self, seen: Pass, on_step: OnStep | None) -> Iterator[None]:
         """Take note of each look-up, on this tuner object only."""
-        original = self._tuner.search_cache
-
-        @functools.wraps(original)
-        def search_cache(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - FlashInfer's own
-            found = original(*args, **kwargs)
-            try:
-                self._note(seen, on_step, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - watching must not disturb what is watched
-                seen.blind = seen.blind or f"{type(error).__name__}: {error}"
-            return found
-
-        self._tuner.search_cache = search_cache
-        try:
+        why = self.lacking().get(OBSERVE)
+        if why:
+            seen.blind = why
             yield
-        finally:
-            if self._tuner.__dict__.get("search_cache") is search_cache:
-                del self._tuner.search_cache
+            return
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def search_cache(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - FlashInfer's own
+                found = original(*args, **kwargs)
+                try:
+                    self._note(seen, on_step, *args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - must not disturb what is watched
+                    text = f"look-ups could not be observed: {type(error).__name__}: {error}"
+                    seen.blind = seen.blind or text
+                return found
+
+            return search_cache
+
+        with _wrapped(self._tuner, "search_cache", watch):
+            yield
+
+    @contextlib.contextmanager
+    def _guard(self, tune: bool, skip_ops: frozenset[str]) -> Iterator[None]:  # noqa: FBT001
+        """Hold ``tune=False`` also inside an ``autotune(True)`` that the workload opens itself.
+
+        And leave ops out where FlashInfer has no ``skip_ops``, as later releases do it: such an op
+        gets the first runner's fallback tactic.
+        """
+        lacking = self.lacking()
+        if READ_ONLY in lacking:
+            tune = True
+        if tune and (not skip_ops or SKIP_OPS in lacking):
+            yield
+            return
+
+        def guard(original: Callable[..., Any]) -> Callable[..., Any]:
+            def entrance(custom_op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+                if custom_op in skip_ops:
+                    runners = kwargs["runners"] if "runners" in kwargs else args[0]
+                    return runners[0], -1
+                if tune:
+                    return original(custom_op, *args, **kwargs)
+                with self._not_tuning():
+                    return original(custom_op, *args, **kwargs)
+
+            return entrance
+
+        with contextlib.ExitStack() as stack:
+            for name in _ENTRANCES:
+                if hasattr(self._tuner, name):
+                    stack.enter_context(_wrapped(self._tuner, name, guard))
+            yield
+
+    @contextlib.contextmanager
+    def _not_tuning(self) -> Iterator[None]:
+        with self._locked():  # FlashInfer holds the same lock while it tunes
+            mode = self._tuner.is_tuning_mode
+            self._tuner.is_tuning_mode = False
+            try:
+                yield
+            finally:
+                self._tuner.is_tuning_mode = mode
 
     def _note(
         self,
@@ -391,14 +522,24 @@ class Tuner:
                 for runner, extra in zip(runners, extras, strict=True)
             )
 
+        def note(site: Site, looked_up: bool) -> None:  # noqa: FBT001
+            seen.sites.setdefault(site, looked_up)
+            for key in site:
+                name = seen.form.file_key(key)
+                if seen.names.setdefault(name, extras_of(key)) != extras_of(key):
+                    seen.blind = seen.blind or (
+                        f"calls of {custom_op} differ in extras that this FlashInfer's file keys "
+                        f"leave out, so a file would mix up their tactics: {name}"
+                    )
+
         here = site(input_shapes)
         if here not in seen.sites:
             # All buckets of the call, also those that this look-up, outside tuning, leaves out.
             if inputs is not None:
                 profiles = self._tuner._generate_optimization_profiles(tuning_config, inputs)  # noqa: SLF001
                 for profile in profiles:
-                    seen.sites.setdefault(site(profile.get_opt_shapes()), False)
-            seen.sites.setdefault(here, False)
+                    note(site(profile.get_opt_shapes()), looked_up=False)
+            note(here, looked_up=False)
         if not seen.sites[here]:
             seen.sites[here] = True
             seen.done += 1
@@ -407,7 +548,7 @@ class Tuner:
 
     @contextlib.contextmanager
     def _with_group(self, group: object) -> Iterator[None]:
-        if group is KEEP_GROUP or "process_group" not in self.features:
+        if group is KEEP_GROUP or PROCESS_GROUP in self.lacking():
             yield
             return
         before = self._api.get_autotune_process_group()
@@ -434,6 +575,91 @@ class Tuner:
                 module.tqdm = bars  # type: ignore[attr-defined]
             if logger is not None:
                 logger.removeFilter(only_warnings)
+
+
+def _indices(seen: Pass, *, every: bool) -> dict[Any, int]:
+    """The keys of a pass, each with its runner's place in the call's list of runners.
+
+    Args:
+        seen: The pass.
+        every: Leave out a key whose place differs from call to call.
+    """
+    places: dict[Any, set[int]] = {}
+    for site in seen.sites:
+        for index, key in enumerate(site):
+            places.setdefault(key, set()).add(index)
+    return {key: min(found) for key, found in places.items() if not every or len(found) == 1}
+
+
+@contextlib.contextmanager
+def _wrapped(
+    tuner: Any,  # noqa: ANN401 - FlashInfer is untyped
+    name: str,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Put a wrapper around one method of this tuner object, and take only that off again."""
+    original = getattr(tuner, name)
+    own = vars(tuner).get(name)  # someone else's wrapper, which must stay
+    wrapper = functools.wraps(original)(wrap(original))
+    setattr(tuner, name, wrapper)
+    try:
+        yield
+    finally:
+        if vars(tuner).get(name) is wrapper:
+            if own is None:
+                delattr(tuner, name)
+            else:
+                setattr(tuner, name, own)
+
+
+@functools.cache
+def _keys_hold_extras(api: Any) -> bool:  # noqa: ANN401
+    """Whether file keys tell calls apart that differ in extras only.
+
+    Keys that know their own file key do. Of others, a tuner of its own is asked to save one.
+
+    Raises:
+        ValueError: It saved something else.
+    """
+    if hasattr(getattr(api, "ProfilingCacheKey", None), "file_key"):
+        return True
+    tuner = api.AutoTuner()
+    key = ("fi_flags::look", "Runner", 0, ((1,),), ("extra",))
+    tuner.profiling_cache[key] = (0, 7, None)
+    with tempfile.TemporaryDirectory(prefix="fi_flags-") as directory:
+        path = Path(directory, "table.json")
+        tuner.save_configs(str(path))
+        saved = set(parse(path.read_bytes()).entries)
+    for with_extras in (True, False):
+        if saved == {KeyFormat(with_extras).file_key(key)}:
+            return with_extras
+    raise ValueError(f"a file calls {key} {', '.join(sorted(saved)) or 'nothing'}")
+
+
+@functools.cache
+def _values_hold_index(api: Any) -> bool:  # noqa: ANN401
+    """Whether memory's values begin with the runner's place in the call's list of runners.
+
+    Raises:
+        ValueError: A tuner of its own understands neither.
+    """
+
+    class Runner(api.TunableRunner):  # type: ignore[misc]
+        def get_valid_tactics(self, *_: object) -> list[int]:
+            return [7]
+
+        def forward(self, inputs: list[Any], **_: object) -> Any:  # noqa: ANN401
+            return inputs[0]
+
+    tuner, runner = api.AutoTuner(), Runner()
+    op, shapes, config = "fi_flags::look", ((1,),), api.TuningConfig()
+    key = tuner._get_cache_key(op, runner, shapes, config)  # noqa: SLF001
+    for with_index in (False, True):
+        tuner.profiling_cache[key] = KeyFormat(with_index=with_index).value(0, 7)
+        with contextlib.suppress(ValueError):  # too many values to unpack, or too few
+            if tuner.search_cache(op, [runner], shapes, config) == (True, 0, 7, None):
+                return with_index
+    raise ValueError("neither (tactic, profile) nor (runner, tactic, profile)")
 
 
 class _NoBar:

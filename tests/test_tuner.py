@@ -13,15 +13,30 @@ import pytest
 import torch
 from flashinfer.autotuner import (
     AutoTuner,
+    TuningConfig,
     autotune,
     get_autotune_process_group,
     set_autotune_process_group,
 )
 
+from fi_flags import tuner as tuner_module
 from fi_flags.errors import TunerError
+from fi_flags.keys import KeyFormat
 from fi_flags.table import Entries, op_of
-from fi_flags.tuner import KEEP_GROUP, Counts, Pass, Tuner, wall_clock
-from tests.toy import Toy, fresh_tuner, own_tuners
+from fi_flags.tuner import (
+    KEEP_GROUP,
+    LOAD,
+    NAMES,
+    OBSERVE,
+    PROCESS_GROUP,
+    SETTLE,
+    SKIP_OPS,
+    Counts,
+    Pass,
+    Tuner,
+    wall_clock,
+)
+from tests.toy import Alpha, Toy, fresh_tuner, own_tuners
 
 FLASHINFER = "flashinfer.jit"
 
@@ -337,23 +352,70 @@ def test_wall_clock_times_as_many_calls_as_flashinfer_or_as_asked() -> None:
 # -- what a release lacks -------------------------------------------------------------------
 
 
-def test_this_release_has_all_features_and_no_obstacle() -> None:
+def test_this_release_lacks_nothing_and_there_is_no_obstacle() -> None:
     tuner = Tuner()
-    assert tuner.features == ("file_key", "process_group", "skip_ops")
+    assert tuner.lacking() == {}
     assert tuner.obstacle() == ""
     assert tuner.held() == 0
 
 
-def test_a_missing_private_name_is_an_obstacle() -> None:
-    tuner = Tuner()
-    del tuner._tuner._file_configs
-    assert tuner.obstacle() == "this FlashInfer's AutoTuner has no _file_configs"
+@pytest.mark.parametrize("name", sorted(name for name, (features, _) in NAMES.items() if features))
+def test_a_missing_name_turns_its_features_off_and_no_other_and_the_workload_runs(
+    name: str,
+) -> None:
+    toy, tuner = Toy(), Tuner()
+    real = tuner._tuner
+    run(tuner, toy)
+    tuner._tuner = Hidden(real, name)
+    features = {*NAMES[name][0]} - {SKIP_OPS}  # this release can do that by itself
+    assert set(tuner.lacking()) == features
+    assert all(
+        why == f"FlashInfer {tuner.version}: its AutoTuner has no {name}"
+        for why in tuner.lacking().values()
+    )
+    assert bool(tuner.obstacle()) is bool(features & {LOAD, OBSERVE})
+    seen = run(tuner, toy, tune=False)
+    tuner.counts(seen)
+    tuner.held()
+    tuner.give_back(tuner.snapshot())
+    if OBSERVE in features:
+        with pytest.raises(TunerError, match=f"its AutoTuner has no {name}"):
+            tuner.export(seen)
+
+
+class Hidden:
+    """A tuner without one of its names."""
+
+    def __init__(self, tuner: Any, name: str) -> None:
+        vars(self).update(_real=tuner, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == vars(self)["_name"]:
+            raise AttributeError(name)
+        return getattr(vars(self)["_real"], name)
 
 
 def test_keys_of_another_kind_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_api: object) -> bool:
+        raise ValueError("a file calls it something")
+
+    monkeypatch.setattr(tuner_module, "_keys_hold_extras", fail)
     tuner = Tuner()
-    monkeypatch.delattr(tuner._api, "ProfilingCacheKey")
-    assert tuner.obstacle() == "this FlashInfer's keys are not understood"
+    why = "its keys are not understood (ValueError: a file calls it something)"
+    assert tuner.lacking() == dict.fromkeys(
+        (LOAD, OBSERVE, SETTLE), f"FlashInfer {tuner.version}: {why}"
+    )
+    assert tuner.obstacle().endswith(why)
+
+
+def test_memory_of_another_kind_costs_settling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_api: object) -> bool:
+        raise ValueError("neither")
+
+    monkeypatch.setattr(tuner_module, "_values_hold_index", fail)
+    tuner = Tuner()
+    assert set(tuner.lacking()) == {SETTLE}
+    assert tuner.obstacle() == ""
 
 
 def test_flashinfers_own_managed_store_is_an_obstacle() -> None:
@@ -362,17 +424,85 @@ def test_flashinfers_own_managed_store_is_an_obstacle() -> None:
     assert "managed store" in tuner.obstacle()
 
 
-def test_skip_ops_where_flashinfer_has_none_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_are_left_out_also_where_flashinfer_has_no_skip_ops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tuner, real = Tuner(), autotune
     monkeypatch.setattr(tuner._api, "autotune", lambda tune_mode=True: real(tune_mode))
-    assert "skip_ops" not in tuner.features
-    assert tuner.counts(run(tuner, Toy(), skip_ops={"moe"})).tuned == 6
+    assert SKIP_OPS not in tuner.lacking()
+    toy = Toy()
+    with tuner.run(tune=True, skip_ops={"moe"}) as seen, autotune(True):
+        toy.run()
+    assert tuner.counts(seen).tuned == 3
+    assert toy.chosen["moe"] == ("Alpha", -1)
+    assert "choose_one" not in vars(tuner._tuner)
+
+
+def test_without_a_way_to_leave_ops_out_it_is_said_and_they_are_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tuner, real = Tuner(), autotune
+    monkeypatch.setattr(tuner._api, "autotune", lambda tune_mode=True: real(tune_mode))
+    tuner._tuner = Hidden(tuner._tuner, "choose_one")
+    assert SKIP_OPS in tuner.lacking()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_pass_that_must_not_tune_does_not_inside_the_workloads_own_autotune(k: int) -> None:
+    real, tuner = fresh_tuner(), Tuner()
+    inputs = [torch.zeros(4, 4)]
+    with tuner.run(tune=False) as seen, autotune(True):
+        Toy().run()
+        ranked = real.rank_tactics("ranked", [Alpha()], TuningConfig(), inputs, k=k)
+        assert real.is_tuning_mode
+    assert ranked == [-1]
+    assert real.profiling_cache == {}
+    assert tuner.counts(seen).missing >= 6
+    assert not {"choose_one", "rank_tactics", "search_cache"} & vars(real).keys()
+    with autotune(True):
+        Toy().run()
+    assert len(real.profiling_cache) == 6
+
+
+def test_a_wrapper_of_someone_else_stays() -> None:
+    tuner, calls = Tuner(), []
+    real = tuner._tuner
+    inner = real.search_cache
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        return inner(*args, **kwargs)
+
+    real.search_cache = theirs
+    run(tuner, Toy())
+    assert calls
+    assert real.search_cache is theirs
+
+
+def test_calls_that_a_file_cannot_tell_apart_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = Tuner()
+    tuner._form = WithoutExtras()
+    toy = Toy(ops=("gemm/8x4", "gemm/128x4"))
+    with own_tuners(monkeypatch, lambda _r, _n, tactic: tactic):
+        seen = run(tuner, toy)
+        with pytest.raises(TunerError, match="calls of gemm differ in extras"):
+            tuner.export(seen)
+        before = dict(tuner._tuner.profiling_cache)
+        tuner.settle(seen)
+        assert tuner._tuner.profiling_cache == before
+
+
+class WithoutExtras(KeyFormat):
+    """File keys as before 0.6.13."""
+
+    def file_key(self, key: Any) -> str:
+        return str((key.custom_op, key.runner_class_name, key.nearest_profile))
 
 
 def test_a_release_without_group_timing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner()
     monkeypatch.delattr(tuner._api, "set_autotune_process_group")
-    assert "process_group" not in tuner.features
+    assert set(tuner.lacking()) == {PROCESS_GROUP}
     run(tuner, Toy())
 
 
