@@ -10,32 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from structlog.stdlib import BoundLogger
 
 from fi_flags import logs
-from fi_flags.ballots import Ballot, cut
-from fi_flags.decision import Decision, Reason, Strategy, decide
-from fi_flags.errors import FlagsError, RanksError, SettingsError, WorkloadError
-from fi_flags.facts import Facts, gather_facts
-from fi_flags.gates import Gate, load_gates
+from fi_flags.ballots import cut
+from fi_flags.decision import Decision, Reason
+from fi_flags.errors import RanksError, WorkloadError
+from fi_flags.facts import Facts
 from fi_flags.plan import Action, Plan, count_ballots, read_plans
+from fi_flags.prepare import prepare
 from fi_flags.ranks import Meeting, Ranks, Talk
 from fi_flags.report import Outcome, Report, rank_reports
-from fi_flags.settings import (
-    FlashInferSettings,
-    Mode,
-    OnFailure,
-    off_because,
-    plan_values,
-    settings_or_off,
-)
-from fi_flags.store import Store, environment_name, plain_identity, workload_name
-from fi_flags.strategies import Crew, LeaderWorker, PerRank, Result
-from fi_flags.tuner import OnStep, Snapshot, Tuner
+from fi_flags.settings import FlashInferSettings, OnFailure, settings_or_off
+from fi_flags.strategies import Crew, PerRank, Result
+from fi_flags.tuner import OnStep
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
 
@@ -77,7 +69,7 @@ def warm_up(
     ranks = Ranks.detect() if ranks is None else ranks
     log = logs.get_logger(rank=ranks.rank)
     with ranks.meet(deadlines(settings), tell=teller(log)) as meeting:
-        ready = _prepare(workload, meeting, settings, facts, log)
+        ready = prepare(workload, ranks, settings, facts, log)
         plan = read_plans(meeting.vote(ready.ballot.to_json(), count_ballots))[ranks.group]
         if plan.action is Action.FAIL:
             text = f"the group cannot start: {plan.why}"
@@ -173,125 +165,6 @@ class _RunnerWorkload:
                 skip_eplb=True,
                 is_profile=True,
             )
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """What a rank has before vote 1; what went wrong so far is in its ballot."""
-
-    ballot: Ballot
-    decision: Decision | None = None
-    tuner: Tuner | None = None
-    before: Snapshot | None = None
-    cached: LeaderWorker | None = None
-    error: FlagsError | None = None
-
-
-def _prepare(
-    workload: Workload,
-    meeting: Meeting,
-    settings: FlashInferSettings,
-    facts: Facts | None,
-    log: BoundLogger,
-) -> _Ready:
-    """All that comes before vote 1; whatever fails becomes this rank's ballot."""
-    ranks = meeting.ranks
-    fields: dict[str, Any] = {"rank": ranks.rank, "host": ranks.host, "group": ranks.group}
-    try:
-        settings, gates = _with_gates(settings)
-        decision = _decide(workload, settings, gates, facts, ranks.rank, log)
-        fields |= {
-            "mode": decision.mode.value,
-            "strategy": decision.strategy.value,
-            "reason": decision.reason.value,
-            "settings": plan_values(settings),
-            "gate_ops": decision.skip_ops,
-            "no_sync": decision.sync_forbidden,
-        }
-        if decision.reason is Reason.INVALID_SETTING:
-            fields["why"] = decision.message
-        tuner = Tuner()
-    except Exception as error:  # noqa: BLE001 - it becomes this rank's ballot
-        known = error if isinstance(error, FlagsError) else None
-        text = known.message if known else f"{type(error).__name__}: {error}"
-        return _Ready(Ballot(**fields, error=text), error=known)
-    fields["lacking"] = lacking = tuner.lacking()
-    if ranks.process_group is None:  # averaging timings takes a group to do it in
-        lacking.setdefault("process_group", "this rank has no process group")
-    before: Snapshot | None = None
-    with contextlib.suppress(Exception):  # it is only missed where a warm-up fails
-        before = tuner.snapshot()
-    if not _looks_up(decision, ranks.rank):
-        return _Ready(Ballot(**fields), decision, tuner, before)
-    try:
-        cached = _cached(workload, ranks, settings, tuner)
-        found, table = cached.found, cached.found.table
-        more = {
-            "workload": cached.store.path.parent.name,
-            "environment": cached.stamps,
-            "unusable": tuner.obstacle(),
-            "held": tuner.held(),
-            "table": found.status.value,
-            "why": found.why,
-            "entries": len(table.entries) if table else 0,
-            "digest": table.about["digest"] if table else "",
-            "cold_seconds": table.cold_seconds if table else 0.0,
-            "place": str(cached.store.path),
-            "writable": cached.store.writable(),
-        }
-    except Exception as error:  # noqa: BLE001 - a cache never stops a start
-        unusable = f"{type(error).__name__}: {error}"
-        return _Ready(Ballot(**fields, unusable=unusable), decision, tuner, before)
-    return _Ready(Ballot(**(fields | more)), decision, tuner, before, cached)
-
-
-def _with_gates(
-    settings: FlashInferSettings,
-) -> tuple[FlashInferSettings, tuple[Gate, ...]]:
-    """The settings and their gates; a file of gates that is not accepted means off."""
-    try:
-        return settings, load_gates(settings.gates_file)
-    except SettingsError as error:
-        return off_because(error), load_gates()
-
-
-def _decide(
-    workload: Workload,
-    settings: FlashInferSettings,
-    gates: Sequence[Gate],
-    facts: Facts | None,
-    rank: int,
-    log: BoundLogger,
-) -> Decision:
-    facts = gather_facts() if facts is None else facts
-    decision = decide(settings, facts, gates, needs_cuda=workload.needs_cuda)
-    if rank == 0:
-        for warning in settings.warnings:
-            log.warning(logs.SETTING_WARNING, message=warning)
-    if rank == 0 or decision.reason is Reason.INVALID_SETTING:
-        logs.log_decision(log, decision)
-    return decision
-
-
-def _cached(
-    workload: Workload, ranks: Ranks, settings: FlashInferSettings, tuner: Tuner
-) -> LeaderWorker:
-    stamps = tuner.stamps()
-    identity = plain_identity(workload.identity)
-    name = workload_name(workload.name, identity)
-    store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.group)
-    found = store.read(stamps)
-    about = {"workload": {"name": workload.name, **identity}}
-    if found.table is not None:
-        about = {**found.table.about, **about}
-    return LeaderWorker(store, found, stamps, about)
-
-
-def _looks_up(decision: Decision, rank: int) -> bool:
-    # Off means off. But under auto rank 0 answers for all whether the rollout includes them, so
-    # the others must be ready for its answer.
-    excluded = decision.mode is Mode.AUTO and decision.reason is Reason.ROLLOUT_EXCLUDED
-    return decision.strategy is Strategy.LEADER_WORKER or (excluded and rank != 0)
 
 
 def deadlines(settings: FlashInferSettings) -> Deadlines:

@@ -280,7 +280,7 @@ class _Stamped(Tuner):
 def test_other_gpus_keep_tables_apart_by_group_and_cost_the_cache_within_one(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fi_flags.warmup.Tuner", _Stamped)
+    monkeypatch.setattr("fi_flags.prepare.Tuner", _Stamped)
     gpus = {"pp0": "NVIDIA H200", "pp1": "NVIDIA B200"}
 
     def toys(ranks: Ranks) -> Toy:

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import flashinfer.autotuner
 import pytest
 
-from fi_flags import warmup
 from fi_flags.decision import Reason
 from fi_flags.errors import TunerError, WorkloadError
 from fi_flags.facts import gather_facts
@@ -134,7 +133,7 @@ def tuners(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # FlashInfer keeps one process group for a process; here each thread is one.
     monkeypatch.setattr(flashinfer.autotuner, "get_autotune_process_group", get_group)
     monkeypatch.setattr(flashinfer.autotuner, "set_autotune_process_group", set_group)
-    monkeypatch.setattr(warmup, "Tuner", ScriptedTuner)
+    monkeypatch.setattr("fi_flags.prepare.Tuner", ScriptedTuner)
     with own_tuners(monkeypatch, unlike):
         yield
 
