@@ -87,6 +87,7 @@ class Tally:
         ok: Whether the step succeeded on this rank.
         ran: Whether the workload itself did.
         aborted: Whether torch's groups were broken to bring this rank out of the model.
+        dead: Why nothing more can run on this rank's GPU, or empty.
         error: Why not.
         digest: Of the tactics that the rank's tuner serves for this workload.
         loaded, tuned, missing, failed: Counts of profiles.
@@ -98,6 +99,7 @@ class Tally:
     ok: bool = True
     ran: bool = True
     aborted: bool = False
+    dead: str = ""
     error: str = ""
     digest: str = ""
     entries: int = 0
@@ -113,6 +115,7 @@ class Tally:
             **vars(self),
             "host": cut(self.host, 500),
             "error": cut(self.error, 500),
+            "dead": cut(self.dead, 500),
         }
 
     def given_back(self) -> Tally:

@@ -97,6 +97,7 @@ class Plan:
         leader: The rank whose table wins.
         stored: That table.
         spoilt: Whether some rank found a table that it could not use.
+        retuned: Whether a loaded table failed its first run, so that the group starts again.
         exchange: Whether the ranks' tables must be brought together before loading.
         tuners: The ranks that tune what is missing.
         skip_ops: Ops that no rank tunes or loads.
@@ -117,6 +118,7 @@ class Plan:
     leader: int = 0
     stored: Stored = Stored()
     spoilt: bool = False
+    retuned: bool = False
     exchange: bool = False
     tuners: _Runs = frozenset()
     without: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +145,7 @@ class Plan:
         }
 
     def without_table(self, why: str) -> Plan:
-        """The plan after a table could not be loaded: all give it back and start without one."""
+        """The plan after a table failed: all give it back and start without one."""
         action = Action.COLD if self.tuners else Action.UNTUNED
         return dataclasses.replace(
             self, action=action, reason=Reason.CACHE_UNUSABLE, why=why, exchange=False
@@ -324,14 +326,20 @@ class Next(str, enum.Enum):
     """What follows from the vote after the run."""
 
     FAIL = "fail"
+    RETUNE = "retune"
     MERGE = "merge"
     DONE = "done"
 
 
 def after_run(plan: Plan, tallies: Sequence[Tally]) -> Next:
-    """What follows from vote 3: a failure, tactics that differ, or nothing more to do."""
+    """What follows from the vote after a run: a failure, tactics that differ, or nothing more.
+
+    A loaded table that failed its first run may be to blame, so all start once more without it; if
+    every rank came back out, and is able to.
+    """
     if any(not t.ran for t in tallies):
-        return Next.FAIL
+        able = not any(t.aborted or t.dead for t in tallies)
+        return Next.RETUNE if plan.action is Action.WARM and able else Next.FAIL
     if plan.action in (Action.COLD, Action.WARM) and (
         len({t.digest for t in tallies}) > 1 or any(not t.ok for t in tallies)
     ):

@@ -50,6 +50,7 @@ class Pulse:
         state: What the next heartbeats say; replaced whole, so that no lock is needed.
         waiting: Keys that this rank waits for now, by the rank that owes them.
         aborted: Whether the watchdog broke torch's groups, which nothing mends.
+        trial: Where this rank's group posts a failure that it may mend by itself, while it may.
         peers: The ranks of this one's tuning group.
     """
 
@@ -71,7 +72,9 @@ class Pulse:
         self._deadlines = deadlines
         self._teller = tell
         self._end_process = end_process
+        self.trial = ""
         self._failure: Failure | None = None
+        self._tried: Failure | None = None
         self._gone: Failure | None = None
         self._inside = False
         self.aborted = False
@@ -110,15 +113,23 @@ class Pulse:
         )
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Allow the watchdog to act: the main thread is inside the model."""
+    def watch(self, trial: str = "") -> Iterator[None]:
+        """Allow the watchdog to act: the main thread is inside the model.
+
+        Args:
+            trial: Where the group posts a failure that need not concern other groups.
+        """
         self._grace_from = None
+        self.trial = trial
         self._inside = True
         try:
             yield
         finally:
             with self._lock:  # never ended half-way out
                 self._inside = False
+                if trial:
+                    # All may come out and try again, and then this failure was nothing.
+                    self.trial, self._tried = "", None
 
     def close(self, deserted: str = "") -> None:
         """Say good-bye, or why this rank deserts its group, and stop."""
@@ -143,8 +154,11 @@ class Pulse:
                 self._give_up((0,), f"the ranks' store does not answer: {error}")
             except Exception as error:  # noqa: BLE001 - a silent pulse would look like a dead rank
                 self._give_up((self._rank,), f"its pulse stopped: {type(error).__name__}: {error}")
-            if self._inside and (self._failure or self._gone):
+            if self._inside and (self._failed() or self._gone):
                 self._bring_out()
+
+    def _failed(self) -> Failure | None:
+        return self._failure or self._tried
 
     def _give_up(self, ranks: tuple[int, ...], cause: str) -> None:
         self._gone = Failure("lost", ranks, "", str(self.state["phase"]), cause.splitlines()[0])
@@ -159,6 +173,11 @@ class Pulse:
     def _look(self) -> None:
         if self._failure is None and self._wire.check([FAILURE]):
             self._failure = Failure.of(self._wire.get(FAILURE))
+        trial = self.trial
+        if trial and self._tried is None and self._wire.check([trial]):
+            tried = Failure.of(self._wire.get(trial))
+            with self._lock:
+                self._tried = tried if self.trial else None
         if self._gone is None and self._wire.check([GONE]):
             self._gone = Failure.of(self._wire.get(GONE))
         now = time.monotonic()
@@ -171,7 +190,7 @@ class Pulse:
         for rank, beat in zip(here, beats, strict=True):
             self._watch.hear(rank, json.loads(beat), now)
         if self._gone is None:
-            gone = self._watch.judge(now, failed=self._failure is not None)
+            gone = self._watch.judge(now, failed=self._failed() is not None)
             if gone is not None:
                 self._gone = post_first(self._wire, GONE, gone)
 
@@ -196,7 +215,7 @@ class Pulse:
 
     def _bring_out(self) -> None:
         """Bring this rank out of the model: a peer that failed will not meet it there again."""
-        cause = self._gone or self._failure
+        cause = self._gone or self._failed()
         if cause is None:
             return
         if self._deadlines.patient and self._gone is None and not self.peers & set(cause.ranks):

@@ -313,26 +313,35 @@ class Meeting(Talk):
         self._pulse.state = {**self._pulse.state, "op": op, "done": done, "total": total}
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """While inside the model: a peer's failure is posted at once, and may end this rank."""
-        with self._pulse.watch():
+    def inside(self, *, trial: bool = False) -> Iterator[None]:
+        """While inside the model: a peer's failure is posted at once, and may end this rank.
+
+        Args:
+            trial: Whether the group may mend a failure by itself; other groups do not hear of it.
+        """
+        with self._pulse.watch(self._trial if trial else ""):
             yield
 
-    def fail(self, cause: BaseException) -> None:
-        """Tell the group at once that this rank's workload failed."""
+    def fail(self, cause: BaseException, *, trial: bool = False) -> None:
+        """Tell the world, or in a trial the own group, at once that this rank's workload failed."""
         with _store_errors():
-            post_first(self._wire, FAILURE, self._failure("failed", cause))
+            key = self._trial if trial else FAILURE
+            post_first(self._wire, key, self._failure("failed", cause))
+
+    @property
+    def _trial(self) -> str:
+        return f"{FAILURE}/{self.ranks.group}"
 
     @property
     def aborted(self) -> bool:
         """Whether the watchdog broke torch's groups to bring this rank out of the model."""
         return self._pulse.aborted
 
-    def first_failure(self) -> Failure | None:
-        """The first failure that any rank told the group of, if any did."""
+    def first_failure(self, *, trial: bool = False) -> Failure | None:
+        """The first failure that any rank told the world of, or in a trial the group."""
+        key = self._trial if trial else FAILURE
         with _store_errors():
-            there = self._wire.check([FAILURE])
-            return Failure.of(self._wire.get(FAILURE)) if there else None
+            return Failure.of(self._wire.get(key)) if self._wire.check([key]) else None
 
     def desert(self, cause: BaseException) -> None:
         """Tell the group that this rank leaves with an error and will answer nothing more."""

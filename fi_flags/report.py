@@ -21,6 +21,7 @@ class Outcome(str, enum.Enum):
     COLD = "cold"
     WARM = "warm"
     TOPPED_UP = "topped_up"
+    RETUNED = "retuned"
     UNTUNED = "untuned"
 
 

@@ -8,6 +8,7 @@ turns into a warning.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -28,6 +29,8 @@ from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
 __all__ = ["Store", "environment_name", "plain_identity", "workload_name"]
 
 _LOCK_S = 10.0
+_QUARANTINED = ".quarantined-"
+_KEPT_ASIDE = 3
 
 
 def environment_name(stamps: Mapping[str, str]) -> str:
@@ -133,6 +136,45 @@ class Store:
             _write_whole(self.path, table.render())
         return True
 
+    def quarantine(self, why: str) -> Path | None:
+        """Rename the table, so that it is not read again and not lost; the newest three are kept.
+
+        Args:
+            why: One word, for the name.
+
+        Returns:
+            Where it went, or None if no table was there.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        aside = self.path.with_name(f"{self.path.name}{_QUARANTINED}{when}-{why}")
+        try:
+            self.path.replace(aside)
+        except FileNotFoundError:  # another was quicker
+            return None
+        # The time in their names makes names sort by age.
+        for old in sorted(self.quarantined())[:-_KEPT_ASIDE]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+        return aside
+
+    def quarantined(self) -> list[Path]:
+        """The files that were moved aside from this table's place."""
+        return list(self.path.parent.glob(f"{glob.escape(self.path.name)}{_QUARANTINED}*"))
+
+    def bring_back(self, aside: Path) -> bool:
+        """Undo a quarantine, unless a table is in the place again.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        if os.path.lexists(self.path):
+            return False
+        aside.replace(self.path)
+        return True
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         lock = FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_S)
@@ -159,10 +201,9 @@ class Store:
                 path=str(self.path),
                 status=found.status.value,
             )
-        when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        name = f"{self.path.name}.quarantined-{when}-{found.status.value}"
-        with contextlib.suppress(FileNotFoundError):  # without a lock, another was quicker
-            aside(self.path.replace(self.path.with_name(name)), found.why)
+        moved = self.quarantine(found.status.value)
+        if moved is not None:
+            aside(moved, found.why)
 
 
 def _read_regular(path: Path) -> bytes:

@@ -32,6 +32,7 @@ from fi_flags.settings import OnFailure
 from fi_flags.store import Store
 from fi_flags.table import (
     Entries,
+    Status,
     Table,
     Verdict,
     merge,
@@ -126,20 +127,25 @@ class LeaderWorker:
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Load, run, merge where ranks differ, publish."""
         stored: Entries = {}
+        undo: Snapshot | None = None
         if plan.action is Action.WARM:
-            plan, stored = self._load(crew, plan)
-        run = _Run(crew, plan)
-        run.go(tune=crew.rank in plan.tuners, alone=True)
-        with _attempt() as attempt:
-            run.count()
-            run.note_served(split_ops(stored, plan.skip_ops)[0])
-        # Ranks that could not say what they serve differ from all others, so a merge follows.
-        tallies: Sequence[Tally] = _vote(crew, run.tally(attempt.error))
+            plan, stored, undo = self._load(crew, plan)
+        run, tallies, error = self._run(crew, plan, stored)
         following = after_run(plan, tallies)
+        aside: Path | None = None
+        if following is Next.RETUNE:
+            plan, aside = self._distrust(crew, plan, tallies, undo)
+            stored = {}
+            run, tallies, error = self._run(crew, plan, stored)
+            following = after_run(plan, tallies)
         if following is Next.FAIL:
+            if any(t.dead for t in tallies) and plan.action is Action.WARM:
+                self._set_aside(crew, plan, f"a run on it left a GPU unusable: {_told(tallies)}")
+            else:
+                self._acquit(crew, aside)
             return _failed(crew, plan, tallies, run)
         if following is Next.MERGE:
-            refused, tallies = self._merge(crew, plan, run, attempt.error)
+            refused, tallies = self._merge(crew, plan, run, error)
             if refused:
                 plan = dataclasses.replace(
                     plan, action=Action.UNCACHED, reason=Reason.CACHE_UNUSABLE, why=refused
@@ -151,7 +157,52 @@ class LeaderWorker:
         table = self._publish(crew, plan, outcome, run, tallies, stored)
         return Result(outcome, plan, tallies, table)
 
-    def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries]:
+    def _run(self, crew: Crew, plan: Plan, stored: Entries) -> tuple[_Run, Sequence[Tally], str]:
+        """Run the workload and vote on it; also what kept this rank from saying what it serves."""
+        run = _Run(crew, plan)
+        run.go(tune=crew.rank in plan.tuners, alone=True)
+        with _attempt() as attempt:
+            run.count()
+            run.note_served(split_ops(stored, plan.skip_ops)[0])
+        # Ranks that could not say what they serve differ from all others, so a merge follows.
+        return run, _vote(crew, run.tally(attempt.error)), attempt.error
+
+    def _distrust(
+        self, crew: Crew, plan: Plan, tallies: Sequence[Tally], undo: Snapshot | None
+    ) -> tuple[Plan, Path | None]:
+        """After a loaded table failed its first run: give it back, and set the file aside."""
+        _give_back(crew, undo)
+        why = f"a run on the table of {plan.stored.place} failed: {_told(tallies)}"
+        aside = self._set_aside(crew, plan, why)
+        plan = dataclasses.replace(plan.without_table(why), retuned=True)
+        if crew.talk.first:
+            crew.log.warning(logs.RETUNING, action=plan.action.value, why=why)
+        return plan, aside
+
+    def _set_aside(self, crew: Crew, plan: Plan, why: str) -> Path | None:
+        """Move this disk's table aside, where that is for this rank to do; never raises."""
+        if not (plan.publish and crew.rank in plan.publishers and self.found.table is not None):
+            return None
+        aside: Path | None = None
+        with _attempt() as attempt:
+            aside = self.store.quarantine("failed_run")
+        if aside is not None:
+            self.found = Verdict(Status.ABSENT)
+            crew.log.warning(logs.QUARANTINED, moved_to=str(aside), why=why)
+        elif attempt.error:
+            path = str(self.store.path)
+            crew.log.warning(logs.NOT_QUARANTINED, path=path, why=attempt.error)
+        return aside
+
+    def _acquit(self, crew: Crew, aside: Path | None) -> None:
+        """The workload failed without the table too, so the table comes back."""
+        if aside is not None:
+            with _attempt() as attempt:
+                self.store.bring_back(aside)
+            path, why = str(self.store.path), attempt.error or "the workload fails without it too"
+            crew.log.warning(logs.BROUGHT_BACK, path=path, why=why)
+
+    def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries, Snapshot | None]:
         """Bring the table to every rank and load it; vote 2 says whether that worked."""
         crew.meeting.at("load")
         undo: Snapshot | None = None
@@ -168,8 +219,8 @@ class LeaderWorker:
         refused = all_loaded(_vote(crew, tally))
         if refused:
             _give_back(crew, undo)
-            return plan.without_table(f"the table could not be loaded: {refused}"), {}
-        return plan, stored
+            return plan.without_table(f"the table could not be loaded: {refused}"), {}, None
+        return plan, stored, undo
 
     def _merge(self, crew: Crew, plan: Plan, run: _Run, error: str) -> tuple[str, Sequence[Tally]]:
         """Bring what the ranks tuned together, so that all serve the same; vote 4."""
@@ -227,7 +278,7 @@ class LeaderWorker:
     ) -> dict[str, Any]:
         recorded = plan.stored.cold_seconds
         spent = max(tally.seconds for tally in tallies)
-        tuned = {Outcome.COLD: spent, Outcome.TOPPED_UP: recorded + spent}
+        tuned = {Outcome.COLD: spent, Outcome.RETUNED: spent, Outcome.TOPPED_UP: recorded + spent}
         return {
             **self.about,
             "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -248,18 +299,21 @@ class _Run:
         self._seen: Pass | None = None
         self._seconds = 0.0
         self._digest = ""
+        self._dead = ""
         self.cause: Exception | None = None
         self.served: Entries = {}
 
     def go(self, *, tune: bool, alone: bool) -> None:
         """Run the workload under FlashInfer's autotune; a failure is told to the group at once."""
         crew = self._crew
+        # A failure on a loaded table is the group's own affair, which it may mend.
+        trial = self._plan.action is Action.WARM
         crew.meeting.at("run")
         group = crew.meeting.ranks.process_group if self._plan.sync else None
         began = time.perf_counter()
         try:
             with (
-                crew.meeting.inside(),
+                crew.meeting.inside(trial=trial),
                 crew.tuner.run(
                     tune=tune,
                     skip_ops=self._plan.skip_ops,
@@ -271,7 +325,8 @@ class _Run:
             self._seen = seen
         except Exception as error:  # noqa: BLE001 - it becomes this rank's tally
             self.cause = error
-            crew.meeting.fail(error)
+            self._dead = crew.tuner.dead()
+            crew.meeting.fail(error, trial=trial and not self._dead)
         self._seconds = round(time.perf_counter() - began, 3)
 
     def count(self) -> None:
@@ -309,6 +364,7 @@ class _Run:
             ok=not error,
             ran=self.cause is None,
             aborted=self._crew.meeting.aborted,
+            dead=self._dead,
             error=error,
             digest="" if error else self._digest,
             entries=len(self.served),
@@ -363,8 +419,13 @@ def _give_back(crew: Crew, held: Snapshot | None) -> None:
 def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Result:
     """Every rank came back out, and some failed: raise on all, or serve untuned on all."""
     failed = [t for t in tallies if not t.ran]
-    text = "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in failed)
-    first = crew.meeting.first_failure()
+    text = _told(tallies)
+    if run.cause is not None:
+        crew.meeting.fail(run.cause)  # a failed trial concerned this group alone until now
+    trial = plan.action is Action.WARM
+    first = (crew.meeting.first_failure(trial=True) if trial else None) or (
+        crew.meeting.first_failure()
+    )
     if first is not None and not set(first.ranks) <= set(plan.members):
         # Another group's failure may be why torch's groups broke here; ours is told all the same.
         text, first = f"{text}; before that, {first.describe()}", None
@@ -372,7 +433,7 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     if plan.action is Action.WARM:
         place = plan.stored.place
         message += f"; it ran on the table {place}: if that is to blame, move it away"
-    if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted for t in tallies):
+    if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted or t.dead for t in tallies):
         _give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
         return Result(Outcome.UNTUNED, plan, [tally.given_back() for tally in tallies])
@@ -384,7 +445,14 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     ) from run.cause
 
 
+def _told(tallies: Sequence[Tally]) -> str:
+    """What the ranks said that failed."""
+    return "; ".join(f"rank {t.rank} ({t.host}): {t.error}" for t in tallies if not t.ran)
+
+
 def _outcome(plan: Plan, tallies: Sequence[Tally]) -> Outcome:
+    if plan.retuned and plan.action is Action.COLD:
+        return Outcome.RETUNED
     if plan.action is Action.WARM:
         return Outcome.TOPPED_UP if any(t.tuned for t in tallies) else Outcome.WARM
     return Outcome.COLD if plan.action is Action.COLD else Outcome.UNTUNED

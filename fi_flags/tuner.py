@@ -218,6 +218,17 @@ class Tuner:
             return "someone else's autotune() is open around the warm-up"
         return ""
 
+    def dead(self) -> str:
+        """Why nothing more can run on this rank's GPU, or empty: a CUDA error may never go away."""
+        cuda = sys.modules.get("torch.cuda")
+        if cuda is None or not cuda.is_available() or not cuda.is_initialized():
+            return ""
+        try:
+            cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - torch's class for it changed between releases
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return ""
+
     def held(self) -> int:
         """How many tactics the tuner holds, whoever put them there."""
         return sum(len(self._held(name)) for name in ("profiling_cache", "_file_configs"))

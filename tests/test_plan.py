@@ -594,11 +594,20 @@ def test_what_follows_from_the_vote_after_the_run(
     tallies = [Tally(r, ran=a, ok=b, digest=c) for r, (a, b, c) in enumerate(pairs)]
     following = after_run(Plan(action, Reason.OPERATOR_ON, "why"), tallies)
     if not all(t.ran for t in tallies):
-        assert following is Next.FAIL
+        assert following is (Next.RETUNE if action is Action.WARM else Next.FAIL)
     else:
         alike = all(t.ok for t in tallies) and tallies[0].digest == tallies[1].digest
         done = alike or action in (Action.UNCACHED, Action.UNTUNED)
         assert following is (Next.DONE if done else Next.MERGE)
+
+
+@pytest.mark.parametrize("given", [{"aborted": True}, {"dead": "CUDA error"}])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failed_warm_run_is_not_tried_again_where_some_rank_cannot(
+    given: dict[str, Any], who: int
+) -> None:
+    tallies = [Tally(r, ran=r == who, **(given if r == who else {})) for r in (0, 1)]
+    assert after_run(Plan(Action.WARM, Reason.OPERATOR_ON, "why"), tallies) is Next.FAIL
 
 
 @pytest.mark.parametrize(("access", "action"), [("rw", Action.COLD), ("ro", Action.UNTUNED)])
