@@ -178,8 +178,9 @@ def _join(settings: FlashInferSettings) -> tuple[int, int]:
     store, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     tell = teller(get_logger(rank=rank))
     with Ranks(rank, world, store, name="launch").meet(deadlines(settings), tell=tell) as meeting:
-        meeting.vote(None)
-    prefixed = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
+        # The store may hold the addresses of ranks that a restart has ended.
+        attempt = meeting.share(0, uuid.uuid4().hex if rank == 0 else None)
+    prefixed = dist.PrefixStore(f"gloo/{attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
     return rank, world
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from fi_flags.errors import FlagsError, RanksError
 from fi_flags.pulse import FAILURE, GONE, PARTING_S, EndProcess, Pulse, Tell, post_first
+from fi_flags.roll import call_the_roll
 from fi_flags.watch import Deadlines, Failure
 from fi_flags.wire import Wire, within
 
@@ -42,10 +43,6 @@ _LONGEST_PAUSE_S = 0.05
 _PAUSE_PER_RANK_S = 1e-4
 
 
-def _restart_count() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
 @dataclass(frozen=True)
 class Ranks:
     """Who we are in a world, in which group we tune, and the store that the world's ranks share.
@@ -58,7 +55,6 @@ class Ranks:
         group: The tuning group: ranks of the world that give the same name run the same ops, a
             pipeline stage's, say. The world's name if not given, so that all are one group.
         host: The name by which errors call this machine.
-        restart: How often the launcher has restarted these ranks.
         process_group: The tuning group as torch's; only FlashInfer's timings ever use it.
     """
 
@@ -68,7 +64,6 @@ class Ranks:
     name: str = "world"
     group: str = ""
     host: str = field(default_factory=socket.gethostname)
-    restart: int = field(default_factory=_restart_count)
     process_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
@@ -277,7 +272,7 @@ class Meeting(Talk):
         self._deserted = ""
         self._others: list[Talk] = []
         with _store_errors():
-            wire, pulse_wire = _open(ranks, deadlines)
+            wire, pulse_wire = _open(ranks, deadlines, tell)
             try:
                 pulse = Pulse(
                     ranks.rank, ranks.world, ranks.host, pulse_wire, deadlines, tell, end_process
@@ -373,7 +368,7 @@ class Meeting(Talk):
         return Failure(kind, (self.ranks.rank,), self.ranks.host, phase, _text(cause))
 
 
-def _open(ranks: Ranks, deadlines: Deadlines) -> tuple[Wire, Wire]:
+def _open(ranks: Ranks, deadlines: Deadlines, tell: Tell) -> tuple[Wire, Wire]:
     """Two connections to the world's store, for the conversation and for the pulse."""
     from torch.distributed import (  # type: ignore[attr-defined]  # noqa: PLC0415 - see detect
         HashStore,
@@ -381,23 +376,37 @@ def _open(ranks: Ranks, deadlines: Deadlines) -> tuple[Wire, Wire]:
     )
 
     store: Any = ranks.store or HashStore()
-    name = f"fi_flags/1/{ranks.name}/{ranks.restart}"
+    name = f"fi_flags/1/{ranks.name}"
+    in_process = isinstance(store, HashStore)
 
     def connect() -> list[Any]:
-        # Each rank counts its own calls in the store, so a process needs no global counter, and
-        # ranks that are one call apart wait for each other by name instead of misreading each
-        # other.
-        prefix = f"{name}/{store.add(f'{name}/calls/{ranks.rank}', 1)}"
+        store.check([name])  # a dead store says so at once; a clone of it would try for long
         # Connections of our own, where torch can: a store serialises the calls on one connection.
-        ours = [store.clone() if hasattr(store, "clone") else store for _ in range(2)]
-        return [PrefixStore(prefix, one) for one in ours]
+        return [store.clone() if hasattr(store, "clone") else store for _ in range(2)]
 
-    in_process = isinstance(store, HashStore)
-    first, second = (
-        connect() if in_process else within(deadlines.join, connect, "opening the store")
-    )
-    silence = deadlines.silence
-    return Wire(first, silence, direct=in_process), Wire(second, silence, direct=in_process)
+    ours = connect() if in_process else within(deadlines.join, connect, "opening the store")
+
+    def wire(one: Any) -> Wire:  # noqa: ANN401 - torch's
+        return Wire(PrefixStore(name, one), deadlines.silence, direct=in_process)
+
+    if ranks.world > 1:
+        lobby = wire(ours[0])
+        try:
+            met = call_the_roll(lobby, ranks.rank, ranks.world, deadlines, _waiting(tell))
+        finally:
+            lobby.close()
+        name = f"{name}/{met}"
+    return wire(ours[0]), wire(ours[1])
+
+
+def _waiting(tell: Tell) -> Callable[[list[int], float], object]:
+    """What tells of a wait for ranks that have not come yet."""
+
+    def said(ranks: list[int], seconds: float) -> None:
+        with contextlib.suppress(Exception):  # a server's log handler must not stop a start
+            tell("waiting", ranks=ranks, doing={}, phase="join", seconds=seconds)
+
+    return said
 
 
 @contextlib.contextmanager

@@ -431,8 +431,7 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
         text, first = f"{text}; before that, {first.describe()}", None
     message = f"the workload failed: {first.describe() if first else text}"
     if plan.action is Action.WARM:
-        place = plan.stored.place
-        message += f"; it ran on the table {place}: if that is to blame, move it away"
+        message += f"; it ran on the table {plan.stored.place}, which may be to blame"
     if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted or t.dead for t in tallies):
         _give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -854,8 +855,11 @@ def test_skip_ops_that_a_release_cannot_heed_cost_the_cache_and_not_the_start(
     ]
 
 
-def test_a_failed_warm_start_names_the_table_it_ran_on(tmp_path: Path) -> None:
+def test_a_workload_that_fails_with_and_without_its_table_keeps_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     start(2, tmp_path)
+    before = tables(tmp_path)[0].read_bytes()
 
     def work(ranks: Ranks) -> Report:
         def fail(_op: str) -> None:
@@ -866,4 +870,39 @@ def test_a_failed_warm_start_names_the_table_it_ran_on(tmp_path: Path) -> None:
 
     for error in Crowd(2).each(work):
         assert isinstance(error, WorkloadError)
-        assert f"it ran on the table {tables(tmp_path)[0]}" in str(error)
+        assert re.search(r"the workload failed: rank [01] .* in phase run: ValueError", str(error))
+    assert tables(tmp_path)[0].read_bytes() == before
+    told = [e["event"] for e in map(logs.event_of, caplog.records)]
+    assert told.count(logs.RETUNING) == told.count(logs.BROUGHT_BACK) == 1
+
+
+def test_a_loaded_tactic_that_one_rank_alone_rejects_costs_one_fresh_tuning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(2, tmp_path)
+    runs: list[tuple[int, bool]] = []
+
+    def work(ranks: Ranks) -> Report:
+        rank = ranks.rank
+
+        def reject(_op: str) -> None:
+            first = (rank, True) not in runs
+            runs.append((rank, True))
+            if rank == 1 and first:
+                raise RuntimeError("invalid tactic")
+
+        fresh_tuner()
+        return warm_up(Toy(between=reject), ranks=ranks, settings=settings(tmp_path))
+
+    reports = [report for report in Crowd(2).each(work) if isinstance(report, Report)]
+    assert len(reports) == 2
+    assert outcomes(reports) == {Outcome.RETUNED}
+    assert {rank.digest for rank in reports[0].ranks} == {reports[0].ranks[0].digest}
+    told = [e for e in map(logs.event_of, caplog.records) if e["event"] == logs.RETUNING]
+    assert len(told) == 1
+    assert "rank 1 (host1): RuntimeError: invalid tactic" in told[0]["why"]
+    assert len(tables(tmp_path)) == 1  # a fresh one, with the old one beside it
+    assert len(list(tables(tmp_path)[0].parent.glob("*.quarantined-*-failed_run"))) == 1
+    fresh_tuner()
+    again, _ = start(2, tmp_path)
+    assert outcomes(again) == {Outcome.WARM}
