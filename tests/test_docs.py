@@ -32,6 +32,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/architecture.md",
     "docs/compatibility.md",
+    "docs/coordination.md",
     "docs/rollout.md",
 )
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))

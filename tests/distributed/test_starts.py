@@ -88,10 +88,11 @@ def test_a_table_cut_short_on_one_rank_is_a_miss_and_both_end(tmp_path: Path) ->
     assert digests(cold) == digests(warm)
 
 
-def test_timings_averaged_by_flashinfer_still_end_with_one_digest(tmp_path: Path) -> None:
+def test_timings_averaged_by_flashinfer_agree_without_a_merge(tmp_path: Path) -> None:
     crew = Crew(2, tmp_path, {"autotune_distributed_sync": True})
     cold, warm = reports(crew.start("on")), reports(crew.start("on"))
     assert cold[0]["plan"]["sync"]
+    assert [rank["votes"] for rank in cold[0]["ranks"]] == [2, 2]
     assert not warm[0]["plan"]["sync"]
     assert [r["outcome"] for r in cold + warm] == ["cold", "cold", "warm", "warm"]
     assert digests(cold) == digests(warm)
