@@ -20,9 +20,10 @@ from fi_flags.errors import FlagsError, SettingsError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import Gate, load_gates
 from fi_flags.ranks import Ranks
-from fi_flags.settings import FlashInferSettings, Mode, off_because, plan_values
+from fi_flags.settings import Access, FlashInferSettings, Mode, off_because, plan_values
 from fi_flags.store import Store, environment_name, plain_identity, workload_name
 from fi_flags.strategies import LeaderWorker
+from fi_flags.trial import Trial
 from fi_flags.tuner import PROCESS_GROUP, Snapshot, Tuner
 from fi_flags.workloads import Workload
 
@@ -77,7 +78,7 @@ def prepare(
     if not _looks_up(decision, ranks.rank):
         return Ready(Ballot(**fields), decision, tuner, before)
     try:
-        cached = _cached(workload, ranks, settings, tuner)
+        cached = _cached(workload, ranks, settings, tuner, log)
         found, table = cached.found, cached.found.table
         more = {
             "workload": cached.store.path.parent.name,
@@ -127,17 +128,24 @@ def _decide(
 
 
 def _cached(
-    workload: Workload, ranks: Ranks, settings: FlashInferSettings, tuner: Tuner
+    workload: Workload,
+    ranks: Ranks,
+    settings: FlashInferSettings,
+    tuner: Tuner,
+    log: BoundLogger,
 ) -> LeaderWorker:
     stamps = tuner.stamps()
     identity = plain_identity(workload.identity)
     name = workload_name(workload.name, identity)
     store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.group)
+    trial = Trial(store)
+    if settings.autotune_cache_access is not Access.RO and trial.recover():
+        log.warning(logs.BROUGHT_BACK, path=str(store.path), why="a start without it died too")
     found = store.read(stamps)
     about = {"workload": {"name": workload.name, **identity}}
     if found.table is not None:
         about = {**found.table.about, **about}
-    return LeaderWorker(store, found, stamps, about)
+    return LeaderWorker(store, found, stamps, trial, about)
 
 
 def _looks_up(decision: Decision, rank: int) -> bool:

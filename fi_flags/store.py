@@ -26,7 +26,14 @@ from filelock import FileLock
 from fi_flags.errors import TableError
 from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
 
-__all__ = ["Store", "environment_name", "plain_identity", "workload_name"]
+__all__ = [
+    "Store",
+    "environment_name",
+    "plain_identity",
+    "read_regular",
+    "workload_name",
+    "write_whole",
+]
 
 _LOCK_S = 10.0
 _QUARANTINED = ".quarantined-"
@@ -82,7 +89,7 @@ class Store:
     def read(self, stamps: Mapping[str, str]) -> Verdict:
         """Read and judge the table; what is wrong with it is the verdict, never an exception."""
         try:
-            data = _read_regular(self.path)
+            data = read_regular(self.path, MAX_BYTES)
         except FileNotFoundError:
             return Verdict(Status.ABSENT)
         except (OSError, ValueError) as error:
@@ -133,7 +140,7 @@ class Store:
                 table = Table(entries, table.stamps, table.about)
             elif found.status is not Status.ABSENT:
                 self._set_aside(found, aside)
-            _write_whole(self.path, table.render())
+            write_whole(self.path, table.render())
         return True
 
     def quarantine(self, why: str) -> Path | None:
@@ -206,22 +213,33 @@ class Store:
             aside(moved, found.why)
 
 
-def _read_regular(path: Path) -> bytes:
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: It cannot be read, or is a link.
+        ValueError: It is something else than a file, or larger than ``most`` bytes.
+    """
     # O_NOFOLLOW and O_NONBLOCK: neither a link nor a named pipe in a table's place may lead us on.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a regular file")
-        if found.st_size > MAX_BYTES:
-            raise ValueError(f"{found.st_size} bytes, more than {MAX_BYTES}")
+        if found.st_size > most:
+            raise ValueError(f"{found.st_size} bytes, more than {most}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(most + 1)
     finally:
         os.close(descriptor)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, whole, even after a power cut.
+
+    Raises:
+        OSError: It cannot be written, or renamed.
+    """
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.stem}.{os.getpid()}.", suffix=".tmp"
     )

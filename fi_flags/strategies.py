@@ -9,64 +9,28 @@ group does next follows from all tallies (``plan.py``). Only the loss of a rank 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
-from structlog.stdlib import BoundLogger
-
 from fi_flags import logs
 from fi_flags.ballots import Tally
 from fi_flags.decision import Reason
-from fi_flags.errors import RanksError, WorkloadError
+from fi_flags.errors import RanksError, TableError, WorkloadError
 from fi_flags.exchange import exchange
 from fi_flags.plan import Action, Next, Plan, after_run, all_loaded
-from fi_flags.ranks import Meeting, Talk
 from fi_flags.report import Outcome, TableReport
+from fi_flags.run import Crew, Run, attempt, give_back, vote
 from fi_flags.settings import OnFailure
 from fi_flags.store import Store
-from fi_flags.table import (
-    Entries,
-    Status,
-    Table,
-    Verdict,
-    merge,
-    serving_digest,
-    split_ops,
-)
-from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
-from fi_flags.workloads import Workload
+from fi_flags.table import Entries, Status, Table, Verdict, merge, split_ops
+from fi_flags.trial import DEATHS, Trial
+from fi_flags.tuner import Snapshot
 
-__all__ = ["Crew", "LeaderWorker", "PerRank", "Result", "Strategy"]
-
-
-@dataclass(frozen=True)
-class Crew:
-    """What a strategy works with on this rank.
-
-    Attributes:
-        meeting: The world's conversation, heartbeats and watchdog.
-        talk: The tuning group's conversation.
-        before: What the tuner held before the warm-up.
-    """
-
-    meeting: Meeting
-    talk: Talk
-    tuner: Tuner
-    before: Snapshot | None
-    workload: Workload
-    log: BoundLogger
-    on_step: OnStep | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the world."""
-        return self.talk.rank
+__all__ = ["LeaderWorker", "PerRank", "Result", "Strategy"]
 
 
 @dataclass(frozen=True)
@@ -98,11 +62,11 @@ class PerRank:
 
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Run, and vote; the vote is the barrier, and carries a failure to every rank."""
-        run = _Run(crew, plan)
+        run = Run(crew, plan)
         run.go(tune=True, alone=False)
-        with _attempt():  # counts are for the report only
+        with attempt():  # counts are for the report only
             run.count()
-        tallies = _vote(crew, run.tally())
+        tallies = vote(crew, run.tally())
         if after_run(plan, tallies) is Next.FAIL:
             return _failed(crew, plan, tallies, run)
         return Result(Outcome.UNCACHED, plan, tallies)
@@ -122,28 +86,37 @@ class LeaderWorker:
     store: Store
     found: Verdict
     stamps: dict[str, Any]
+    trial: Trial
     about: dict[str, Any] = field(default_factory=dict)
 
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Load, run, merge where ranks differ, publish."""
+        with self.trial.ending(leaves=RanksError):
+            return self._carry_out(crew, plan)
+
+    def _carry_out(self, crew: Crew, plan: Plan) -> Result:
         stored: Entries = {}
         undo: Snapshot | None = None
         if plan.action is Action.WARM:
             plan, stored, undo = self._load(crew, plan)
+        elif plan.action is Action.COLD and self._keeps(crew, plan):
+            self.trial.begin_without()
         run, tallies, error = self._run(crew, plan, stored)
         following = after_run(plan, tallies)
-        aside: Path | None = None
         if following is Next.RETUNE:
-            plan, aside = self._distrust(crew, plan, tallies, undo)
+            plan = self._distrust(crew, plan, tallies, undo)
             stored = {}
             run, tallies, error = self._run(crew, plan, stored)
             following = after_run(plan, tallies)
         if following is Next.FAIL:
             if any(t.dead for t in tallies) and plan.action is Action.WARM:
-                self._set_aside(crew, plan, f"a run on it left a GPU unusable: {_told(tallies)}")
+                why = f"a run on it left a GPU unusable: {_told(tallies)}"
+                self._set_aside(crew, plan, "failed_run", why, tuning=False)
+                self.trial.leave()
             else:
-                self._acquit(crew, aside)
+                self._acquit(crew)
             return _failed(crew, plan, tallies, run)
+        self.trial.end()
         if following is Next.MERGE:
             refused, tallies = self._merge(crew, plan, run, error)
             if refused:
@@ -157,49 +130,55 @@ class LeaderWorker:
         table = self._publish(crew, plan, outcome, run, tallies, stored)
         return Result(outcome, plan, tallies, table)
 
-    def _run(self, crew: Crew, plan: Plan, stored: Entries) -> tuple[_Run, Sequence[Tally], str]:
+    def _keeps(self, crew: Crew, plan: Plan) -> bool:
+        """Whether the table on this disk is this rank's to write and to move."""
+        return plan.publish and crew.rank in plan.publishers
+
+    def _run(self, crew: Crew, plan: Plan, stored: Entries) -> tuple[Run, Sequence[Tally], str]:
         """Run the workload and vote on it; also what kept this rank from saying what it serves."""
-        run = _Run(crew, plan)
+        run = Run(crew, plan)
         run.go(tune=crew.rank in plan.tuners, alone=True)
-        with _attempt() as attempt:
+        with attempt() as tried:
             run.count()
             run.note_served(split_ops(stored, plan.skip_ops)[0])
         # Ranks that could not say what they serve differ from all others, so a merge follows.
-        return run, _vote(crew, run.tally(attempt.error)), attempt.error
+        return run, vote(crew, run.tally(tried.error)), tried.error
 
     def _distrust(
         self, crew: Crew, plan: Plan, tallies: Sequence[Tally], undo: Snapshot | None
-    ) -> tuple[Plan, Path | None]:
+    ) -> Plan:
         """After a loaded table failed its first run: give it back, and set the file aside."""
-        _give_back(crew, undo)
+        give_back(crew, undo)
         why = f"a run on the table of {plan.stored.place} failed: {_told(tallies)}"
-        aside = self._set_aside(crew, plan, why)
+        self._set_aside(crew, plan, "failed_run", why)
         plan = dataclasses.replace(plan.without_table(why), retuned=True)
         if crew.talk.first:
             crew.log.warning(logs.RETUNING, action=plan.action.value, why=why)
-        return plan, aside
+        return plan
 
-    def _set_aside(self, crew: Crew, plan: Plan, why: str) -> Path | None:
+    def _set_aside(
+        self, crew: Crew, plan: Plan, word: str, why: str, *, tuning: bool = True
+    ) -> None:
         """Move this disk's table aside, where that is for this rank to do; never raises."""
-        if not (plan.publish and crew.rank in plan.publishers and self.found.table is not None):
-            return None
+        if self.found.table is None or not self._keeps(crew, plan):
+            return
         aside: Path | None = None
-        with _attempt() as attempt:
-            aside = self.store.quarantine("failed_run")
+        with attempt() as tried:
+            aside = self.store.quarantine(word)
         if aside is not None:
             self.found = Verdict(Status.ABSENT)
+            self.trial.set_aside(aside, tuning=tuning)
             crew.log.warning(logs.QUARANTINED, moved_to=str(aside), why=why)
-        elif attempt.error:
+        elif tried.error:
             path = str(self.store.path)
-            crew.log.warning(logs.NOT_QUARANTINED, path=path, why=attempt.error)
-        return aside
+            crew.log.warning(logs.NOT_QUARANTINED, path=path, why=tried.error)
 
-    def _acquit(self, crew: Crew, aside: Path | None) -> None:
+    def _acquit(self, crew: Crew) -> None:
         """The workload failed without the table too, so the table comes back."""
-        if aside is not None:
-            with _attempt() as attempt:
-                self.store.bring_back(aside)
-            path, why = str(self.store.path), attempt.error or "the workload fails without it too"
+        if self.trial.aside is not None:
+            with attempt() as tried:
+                self.store.bring_back(self.trial.aside)
+            path, why = str(self.store.path), tried.error or "the workload fails without it too"
             crew.log.warning(logs.BROUGHT_BACK, path=path, why=why)
 
     def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries, Snapshot | None]:
@@ -208,34 +187,51 @@ class LeaderWorker:
         undo: Snapshot | None = None
         own = self.found.table.entries if self.found.table else {}
         stored: Entries = {}
-        with _attempt() as attempt:
+        deaths = 0
+        with attempt() as tried:
             stored = own
             if plan.exchange:
                 stored = exchange(crew.talk, plan.leader, own, expected=plan.stored.digest)
+            deaths = self._begin_trial(crew, plan)
+            if deaths >= DEATHS:
+                raise TableError(f"{deaths} starts in a row died on {self.store.path}")
             wanted, _ = split_ops(stored, plan.skip_ops)
             undo = crew.tuner.load(wanted, self.stamps)
-        host, error = crew.meeting.ranks.host, attempt.error
+        host, error = crew.meeting.ranks.host, tried.error
         tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
-        refused = all_loaded(_vote(crew, tally))
-        if refused:
-            _give_back(crew, undo)
-            return plan.without_table(f"the table could not be loaded: {refused}"), {}, None
-        return plan, stored, undo
+        refused = all_loaded(vote(crew, tally))
+        if not refused:
+            return plan, stored, undo
+        give_back(crew, undo)
+        if deaths >= DEATHS:
+            self._set_aside(crew, plan, "starts_died", error)
+        else:
+            self.trial.withdraw()
+        return plan.without_table(f"the table could not be loaded: {refused}"), {}, None
 
-    def _merge(self, crew: Crew, plan: Plan, run: _Run, error: str) -> tuple[str, Sequence[Tally]]:
+    def _begin_trial(self, crew: Crew, plan: Plan) -> int:
+        """Mark this disk's table as being tried; how many starts in a row died on it."""
+        if self.found.table is None or not self._keeps(crew, plan):
+            return 0
+        deaths = self.trial.begin(self.found.table.about["digest"])
+        if 0 < deaths < DEATHS:
+            crew.log.warning(logs.START_DIED, path=str(self.store.path), starts=deaths)
+        return deaths
+
+    def _merge(self, crew: Crew, plan: Plan, run: Run, error: str) -> tuple[str, Sequence[Tally]]:
         """Bring what the ranks tuned together, so that all serve the same; vote 4."""
         crew.meeting.at("merge")
         undo: Snapshot | None = None
-        with _attempt() as attempt:
+        with attempt() as tried:
             merged = exchange(crew.talk, plan.leader, run.served, sites=run.calls(), error=error)
             undo = crew.tuner.load(merged, self.stamps)
             run.note_served(merged)
-        tallies = _vote(crew, run.tally(attempt.error))
+        tallies = vote(crew, run.tally(tried.error))
         refused = all_loaded(tallies)
         if not refused and len({t.digest for t in tallies}) > 1:
             refused = "the ranks serve different tactics after a merge"
         if refused:
-            _give_back(crew, undo)
+            give_back(crew, undo)
         return refused, tallies
 
     def _publish(
@@ -243,7 +239,7 @@ class LeaderWorker:
         crew: Crew,
         plan: Plan,
         outcome: Outcome,
-        run: _Run,
+        run: Run,
         tallies: Sequence[Tally],
         stored: Entries,
     ) -> TableReport | None:
@@ -288,135 +284,7 @@ class LeaderWorker:
         }
 
 
-class _Run:
-    """One run of the workload on this rank: what it did, and what serves it afterwards."""
-
-    def __init__(self, crew: Crew, plan: Plan) -> None:
-        self._crew = crew
-        self._plan = plan
-        self._on_step = crew.on_step
-        self._counts = Counts()
-        self._seen: Pass | None = None
-        self._seconds = 0.0
-        self._digest = ""
-        self._dead = ""
-        self.cause: Exception | None = None
-        self.served: Entries = {}
-
-    def go(self, *, tune: bool, alone: bool) -> None:
-        """Run the workload under FlashInfer's autotune; a failure is told to the group at once."""
-        crew = self._crew
-        # A failure on a loaded table is the group's own affair, which it may mend.
-        trial = self._plan.action is Action.WARM
-        crew.meeting.at("run")
-        group = crew.meeting.ranks.process_group if self._plan.sync else None
-        began = time.perf_counter()
-        try:
-            with (
-                crew.meeting.inside(trial=trial),
-                crew.tuner.run(
-                    tune=tune,
-                    skip_ops=self._plan.skip_ops,
-                    group=group if alone else KEEP_GROUP,
-                    on_step=self._step,
-                ) as seen,
-            ):
-                crew.workload.run()
-            self._seen = seen
-        except Exception as error:  # noqa: BLE001 - it becomes this rank's tally
-            self.cause = error
-            self._dead = crew.tuner.dead()
-            crew.meeting.fail(error, trial=trial and not self._dead)
-        self._seconds = round(time.perf_counter() - began, 3)
-
-    def count(self) -> None:
-        """Take note of what the run loaded, tuned and missed; before anything is settled."""
-        if self._seen is not None:
-            self._counts = self._crew.tuner.counts(self._seen)
-
-    def note_served(self, also: Entries) -> None:
-        """Settle what the workload looked up, and take note of what serves it and ``also``."""
-        if self._seen is None:
-            return
-        tuner = self._crew.tuner
-        if "settle" not in self._plan.without:
-            tuner.settle(self._seen)
-        self.served = tuner.export(self._seen, also)
-        self._digest = serving_digest(self.served)
-        missing = tuner.counts(self._seen).missing
-        self._counts = dataclasses.replace(
-            self._counts, missing=missing, failed=min(missing, self._counts.failed)
-        )
-
-    def calls(self) -> list[tuple[str, ...]]:
-        """The calls of the run, each as the file keys of all runners that could serve it."""
-        return [] if self._seen is None else self._seen.calls()
-
-    def tally(self, error: str = "") -> Tally:
-        """What this rank votes about its run, and about what it did with the result."""
-        if self.cause is not None:
-            error = f"{type(self.cause).__name__}: {self.cause}"
-        counts = dataclasses.asdict(self._counts)
-        counts["loaded"] += counts.pop("held")
-        return Tally(
-            rank=self._crew.rank,
-            host=self._crew.meeting.ranks.host,
-            ok=not error,
-            ran=self.cause is None,
-            aborted=self._crew.meeting.aborted,
-            dead=self._dead,
-            error=error,
-            digest="" if error else self._digest,
-            entries=len(self.served),
-            seconds=self._seconds,
-            **counts,
-        )
-
-    def _step(self, op: str, done: int, total: int) -> None:
-        self._crew.meeting.progress(op, done, total)
-        if self._on_step is not None:
-            try:
-                self._on_step(op, done, total)
-            except Exception as error:  # noqa: BLE001 - who draws a bar must not stop a start
-                self._on_step = None
-                why = f"{type(error).__name__}: {error}"
-                self._crew.log.warning(logs.NO_PROGRESS, why=why)
-
-
-def _vote(crew: Crew, tally: Tally) -> list[Tally]:
-    return [Tally.from_json(fields) for fields in crew.talk.vote(tally.to_json())]
-
-
-@dataclass
-class _Attempt:
-    error: str = ""
-
-
-@contextlib.contextmanager
-def _attempt() -> Iterator[_Attempt]:
-    """Do something that may fail between two votes: the failure becomes this rank's tally."""
-    attempt = _Attempt()
-    try:
-        yield attempt
-    except RanksError:
-        raise  # the conversation itself is broken: there is no next vote
-    except Exception as error:  # noqa: BLE001 - invariant 2: no exception leaves between votes
-        attempt.error = f"{type(error).__name__}: {error}"
-
-
-def _give_back(crew: Crew, held: Snapshot | None) -> None:
-    """Put back what the tuner held, after a vote: where even that fails, go on with what is there.
-
-    The group's votes must stay in step; what a rank then serves is compared in the next one.
-    """
-    with _attempt() as attempt:
-        if held is not None:
-            crew.tuner.give_back(held)
-    if attempt.error:
-        crew.log.warning(logs.NOT_GIVEN_BACK, why=attempt.error)
-
-
-def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Result:
+def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: Run) -> Result:
     """Every rank came back out, and some failed: raise on all, or serve untuned on all."""
     failed = [t for t in tallies if not t.ran]
     text = _told(tallies)
@@ -433,7 +301,7 @@ def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: _Run) -> Resu
     if plan.action is Action.WARM:
         message += f"; it ran on the table {plan.stored.place}, which may be to blame"
     if plan.on_failure is OnFailure.UNTUNED and not any(t.aborted or t.dead for t in tallies):
-        _give_back(crew, crew.before)
+        give_back(crew, crew.before)
         plan = dataclasses.replace(plan, action=Action.UNTUNED, why=message)
         return Result(Outcome.UNTUNED, plan, [tally.given_back() for tally in tallies])
     raise WorkloadError(

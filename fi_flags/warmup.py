@@ -25,8 +25,9 @@ from fi_flags.plan import Action, Plan, count_ballots, read_plans
 from fi_flags.prepare import prepare
 from fi_flags.ranks import Meeting, Ranks, Talk
 from fi_flags.report import Outcome, Report, rank_reports
+from fi_flags.run import Crew
 from fi_flags.settings import FlashInferSettings, OnFailure, settings_or_off
-from fi_flags.strategies import Crew, PerRank, Result
+from fi_flags.strategies import PerRank, Result
 from fi_flags.tuner import OnStep
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
