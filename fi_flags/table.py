@@ -156,8 +156,9 @@ def judge(data: bytes, stamps: Mapping[str, str]) -> Verdict:
         return Verdict(status, why="; ".join(differing.values()))
     if not table.entries:
         return Verdict(Status.EMPTY, why="no entries")
-    if table.about.get("schema") != SCHEMA:
-        why = f"schema {table.about.get('schema')!r}, not {SCHEMA}"
+    schema = table.about.get("schema")
+    if type(schema) is not int or schema != SCHEMA:  # to Python, 1 and True are equal
+        why = f"schema {schema!r}, not {SCHEMA}"
         return Verdict(Status.SUSPECT, why=_short(why, 200))
     if table.about.get("digest") != content_digest(table.entries):
         return Verdict(Status.SUSPECT, why="the entries do not match their digest")
