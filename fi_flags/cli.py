@@ -7,10 +7,8 @@ person go to standard error.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -18,17 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from fi_flags import __version__
+from fi_flags.cli_cache import cache
+from fi_flags.cli_shared import AsJson, Config, configured, error_json, print_json, reported
 from fi_flags.decision import decide
-from fi_flags.errors import FlagsError, SettingsError
+from fi_flags.errors import SettingsError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import NOT_PROBED, Gate, load_gates
-from fi_flags.layers import PREFIX
 from fi_flags.logs import (
     PROBE_DISAGREES,
     PROBE_FAILED,
-    SETTING_WARNING,
     get_logger,
-    setup_cli_logging,
 )
 from fi_flags.rollout import preview
 from fi_flags.settings import FlashInferSettings, describe
@@ -42,16 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document instead of text.")
-]
-Config: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE", help=f"Settings file, in place of {PREFIX}FLAGS_FILE."
-    ),
-]
-
+app.add_typer(cache, name="cache")
 
 Probe: TypeAlias = Annotated[
     bool, typer.Option("--probe", help="Also try the installed FlashInfer, in a child process.")
@@ -79,39 +67,10 @@ def main(prog_name: str = "fi-flags") -> None:
         if not hasattr(error, "format_message"):
             raise
         wrong = SettingsError(error.format_message(), hint="see --help")
-        print_json({"error": _error_json(wrong)})
+        print_json({"error": error_json(wrong)})
         typer.echo(f"Error: {wrong.message}", err=True)
         raise SystemExit(wrong.exit_code) from None
     raise SystemExit(code or 0)
-
-
-@contextmanager
-def reported(*, as_json: bool) -> Iterator[None]:
-    """Turn an error of ours into its message and its exit code."""
-    try:
-        yield
-    except FlagsError as error:
-        if as_json:
-            print_json({"error": _error_json(error)})
-        typer.echo(f"Error: {error.message}", err=True)
-        if error.hint:
-            typer.echo(f"  {error.hint}", err=True)
-        raise typer.Exit(error.exit_code) from None
-
-
-@contextmanager
-def configured(config: Path | None, **init: Any) -> Iterator[FlashInferSettings]:  # noqa: ANN401
-    """The settings, with our log set up by them for as long as the block runs."""
-    settings = FlashInferSettings.load(config=config, **init)
-    with setup_cli_logging(settings.flags_log):
-        for warning in settings.warnings:
-            get_logger().warning(SETTING_WARNING, message=warning)
-        yield settings
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print the one JSON document of a command."""
-    typer.echo(json.dumps(document, indent=2))
 
 
 def _version(on: bool) -> None:  # noqa: FBT001 - typer calls it so
@@ -294,13 +253,3 @@ def _read_ids(path: Path) -> list[str]:
             accepted="a readable text file",
         ) from None
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def _error_json(error: FlagsError) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "message": error.message,
-        "hint": error.hint,
-        "exit_code": error.exit_code,
-        "fields": error.fields,
-    }

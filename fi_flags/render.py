@@ -12,13 +12,22 @@ from rich.text import Text
 from fi_flags.decision import Decision
 from fi_flags.layers import PREFIX
 
-__all__ = ["console", "render_explanation", "render_gates", "render_report", "render_rollout"]
+__all__ = [
+    "console",
+    "render_explanation",
+    "render_gates",
+    "render_report",
+    "render_rollout",
+    "render_table",
+    "render_tables",
+]
 
 _MEANING = {
     "uncached": "every rank tuned for itself; nothing was kept",
     "cold": "tuned from the beginning",
     "warm": "served from the stored table; nothing was tuned",
     "topped_up": "served from the stored table; what it lacked was tuned",
+    "retuned": "the stored table failed its first run and was set aside; tuned afresh",
     "untuned": "served with FlashInfer's defaults; nothing was tuned or written",
 }
 
@@ -116,6 +125,44 @@ def render_report(report: Mapping[str, Any], out: Console) -> None:
         ranks.add_row(*counts, f"{rank['seconds']:.2f}", str(rank["votes"]), digest)
     out.print()
     out.print(ranks)
+
+
+def render_tables(document: Mapping[str, Any], out: Console) -> None:
+    """Print the tables under a cache directory: each path on a line of its own, to be copied."""
+    if not document["tables"]:
+        out.print(Text(f"no tables under {document['cache_dir']}"), soft_wrap=True)
+    for table in document["tables"]:
+        parts = [table["status"] + (f" ({table['why']})" if table["why"] else "")]
+        parts.append(f"{table['entries']} entries")
+        if table["cold_seconds"]:
+            parts.append(f"tuned in {table['cold_seconds']:.1f} s")
+        if table["written"]:
+            parts.append(f"written {table['written']}")
+        if table["on_trial"]:
+            parts.append("on trial")
+        if table["quarantined"]:
+            parts.append(f"{len(table['quarantined'])} set aside")
+        out.print(Text(table["path"]), soft_wrap=True)
+        out.print(Text("  " + ", ".join(parts)), soft_wrap=True)
+
+
+def render_table(table: Mapping[str, Any], out: Console) -> None:
+    """Print one table: where it is from, how it stands, and its entries by op."""
+    _print_block(
+        out,
+        ("table", table["path"]),
+        ("status", table["status"] + (f": {table['why']}" if table["why"] else "")),
+        ("digest", table["digest"] or "none"),
+        *[("trial", "a start runs on it for the first time, or died on it")] * table["on_trial"],
+        *(("set aside", name) for name in table["quarantined"]),
+        *((name, str(value)) for name, value in table["stamps"].items()),
+        *(
+            (name, str(value))
+            for name, value in table["about"].items()
+            if name not in ("schema", "digest")
+        ),
+        *(("op", f"{op}: {count}") for op, count in table["ops"].items()),
+    )
 
 
 def _print_block(out: Console, *rows: tuple[str, str]) -> None:

@@ -27,6 +27,7 @@ from fi_flags.errors import TableError
 from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, merge
 
 __all__ = [
+    "QUARANTINED",
     "Store",
     "environment_name",
     "plain_identity",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _LOCK_S = 10.0
-_QUARANTINED = ".quarantined-"
+QUARANTINED = ".quarantined-"
 _KEPT_ASIDE = 3
 
 
@@ -156,7 +157,7 @@ class Store:
             OSError: It cannot be renamed.
         """
         when = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        aside = self.path.with_name(f"{self.path.name}{_QUARANTINED}{when}-{why}")
+        aside = self.path.with_name(f"{self.path.name}{QUARANTINED}{when}-{why}")
         try:
             self.path.replace(aside)
         except FileNotFoundError:  # another was quicker
@@ -169,7 +170,7 @@ class Store:
 
     def quarantined(self) -> list[Path]:
         """The files that were moved aside from this table's place."""
-        return list(self.path.parent.glob(f"{glob.escape(self.path.name)}{_QUARANTINED}*"))
+        return list(self.path.parent.glob(f"{glob.escape(self.path.name)}{QUARANTINED}*"))
 
     def bring_back(self, aside: Path) -> bool:
         """Undo a quarantine, unless a table is in the place again.

@@ -144,11 +144,18 @@ def test_file_of_gates_that_is_shown_is_accepted(tmp_path: Path) -> None:
 
 def commands() -> dict[str, set[str]]:
     """Every command with its options."""
-    group: Any = typer.main.get_command(app)
-    return {
-        f"fi-flags {name}": {option for parameter in command.params for option in parameter.opts}
-        for name, command in group.commands.items()
-    }
+    found: dict[str, set[str]] = {}
+
+    def walk(group: Any, before: str) -> None:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                walk(command, f"{before} {name}")
+            else:
+                options = {option for parameter in command.params for option in parameter.opts}
+                found[f"{before} {name}"] = {o for o in options if o.startswith("-")}
+
+    walk(typer.main.get_command(app), "fi-flags")
+    return found
 
 
 def test_every_command_is_in_the_readme_with_its_options() -> None:
@@ -172,7 +179,8 @@ def test_every_command_that_is_shown_exists_with_its_options(page: str) -> None:
     for words in shown:
         at = next(i for i, word in enumerate(words) if word in ("fi-flags", "fi_flags"))
         options = {word for word in words[at + 2 :] if word.startswith("-")}
-        assert options <= known[f"fi-flags {words[at + 1]}"]
+        name = " ".join(words[at + 1 : at + (3 if words[at + 1] == "cache" else 2)])
+        assert options <= known[f"fi-flags {name}"]
 
 
 def error_classes(of: type[errors.FlagsError] = errors.FlagsError) -> Iterator[type[Any]]:
@@ -206,6 +214,7 @@ def test_make_targets_exist(page: str) -> None:
 def test_outcomes_and_statuses_are_all_told() -> None:
     assert column(README, "outcome") == [outcome.value for outcome in Outcome]
     assert column(ARCHITECTURE, "outcome") == [outcome.value for outcome in Outcome]
+    assert set(render._MEANING) == {outcome.value for outcome in Outcome}
     assert set(column(ARCHITECTURE, "status")) == {status.value for status in Status}
 
 

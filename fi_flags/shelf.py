@@ -1,0 +1,99 @@
+"""What lies under a cache directory, and whether it is sound: for people, not for starts.
+
+Soundness is judged by the file alone. Whether a table fits this machine is for a start to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fi_flags.store import QUARANTINED, Store
+from fi_flags.table import Status, Verdict, op_of
+
+__all__ = ["Shelved", "look_at", "tables"]
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """One table's place, and what is there.
+
+    Attributes:
+        path: The table's file; status ``absent`` if only tables that were set aside are left.
+        bytes: The file's size.
+        quarantined: The files that were set aside from this place, oldest first.
+        on_trial: Whether a marker stands beside it: a start runs on it for the first time, or died.
+    """
+
+    path: Path
+    found: Verdict
+    bytes: int = 0
+    quarantined: tuple[Path, ...] = ()
+    on_trial: bool = False
+    ops: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        """Whether a start whose environment it fits would use it."""
+        return self.found.status is Status.OK
+
+    def to_json(self) -> dict[str, Any]:
+        """The place in a row of ``cache list``."""
+        table = self.found.table
+        about = table.about if table else {}
+        environment, workload, group = (*self.path.parts[-3:-1], self.path.stem)
+        return {
+            "environment": environment,
+            "workload": workload,
+            "group": group,
+            "path": str(self.path),
+            "status": self.found.status.value,
+            "why": self.found.why,
+            "bytes": self.bytes,
+            "entries": len(table.entries) if table else 0,
+            "digest": about.get("digest", ""),
+            "written": about.get("written"),
+            "cold_seconds": table.cold_seconds if table else 0.0,
+            "on_trial": self.on_trial,
+            "quarantined": [path.name for path in self.quarantined],
+        }
+
+    def details(self) -> dict[str, Any]:
+        """The place as ``cache show`` has it: with stamps, our own block, and entries by op."""
+        table = self.found.table
+        return {
+            **self.to_json(),
+            "stamps": table.stamps if table else {},
+            "about": table.about if table else {},
+            "ops": self.ops,
+        }
+
+
+def look_at(path: Path) -> Shelved:
+    """What is at a table's place; whatever is wrong with it is its verdict."""
+    store = Store(path)
+    found = store.read({})
+    try:
+        size = path.lstat().st_size
+    except OSError:
+        size = 0
+    entries = found.table.entries if found.table else {}
+    return Shelved(
+        path=path,
+        found=found,
+        bytes=size,
+        quarantined=tuple(sorted(store.quarantined())),
+        on_trial=path.with_suffix(".trial").exists(),
+        ops=dict(sorted(Counter(op_of(key) or key for key in entries).items())),
+    )
+
+
+def tables(cache_dir: Path) -> list[Shelved]:
+    """Every table's place under a cache directory, those that only have tables set aside too."""
+    shelf = cache_dir / "v1"
+    places = set(shelf.glob("*/*/*.json"))
+    for aside in shelf.glob(f"*/*/*.json{QUARANTINED}*"):
+        places.add(aside.with_name(aside.name.partition(QUARANTINED)[0]))
+    return [look_at(path) for path in sorted(places)]

@@ -1,0 +1,149 @@
+"""`fi-flags cache` as an operator runs it: what is there, and is it sound."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fi_flags.cli import app
+from fi_flags.store import Store
+from fi_flags.table import Table, parse
+from fi_flags.trial import Trial
+
+REAL = sorted((Path(__file__).parent / "data").glob("*.json"))
+WHERE = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A cache directory with a real table of each of two releases."""
+    cache_dir = tmp_path / "cache"
+    for path in REAL:
+        table = parse(path.read_bytes())
+        release = table.stamps["flashinfer_version"]
+        store = Store.at(cache_dir, f"{release}-NVIDIA_H200-abc", "llama-def", "world")
+        about = {"written": "2026-12-01T10:00:00+00:00", "cold_seconds": 170.25, "host": "node7"}
+        store.publish(Table(table.entries, table.stamps, about))
+    return cache_dir
+
+
+def run(place: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["cache", *arguments], env={WHERE: str(place)})
+
+
+def shown(place: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    result = run(place, *arguments, "--json")
+    assert result.exit_code == code, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def files(place: Path) -> list[Path]:
+    return sorted(place.rglob("*.json"))
+
+
+def test_tables_are_listed_with_what_they_hold(place: Path) -> None:
+    document = shown(place, "list")
+    assert document["cache_dir"] == str(place)
+    older, newer = document["tables"]
+    assert older["environment"].startswith("0.6.18")
+    assert newer["environment"].startswith("0.7.4")
+    for row, path in zip((older, newer), files(place), strict=True):
+        assert row["status"] == "ok"
+        assert row["path"] == str(path)
+        assert (row["workload"], row["group"]) == ("llama-def", "world")
+        assert row["entries"] == len(parse(path.read_bytes()).entries)
+        assert row["bytes"] == path.stat().st_size
+        assert row["cold_seconds"] == 170.25
+        assert (row["on_trial"], row["quarantined"]) == (False, [])
+
+
+def test_a_person_sees_each_path_on_a_line_of_its_own(place: Path) -> None:
+    result = run(place, "list")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[::2] == [str(path) for path in files(place)]
+    for line in lines[1::2]:
+        assert line.startswith("  ok, ")
+        assert "tuned in 170.2 s, written 2026-12-01" in line
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_directory_that_is_not_there_has_no_tables_and_is_not_made(
+    command: str, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert shown(nowhere, command)["tables"] == []
+    assert f"no tables under {nowhere}" in run(nowhere, command).stdout
+    assert not nowhere.exists()
+
+
+def test_looking_changes_nothing(place: Path) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        return {str(p): (p.stat().st_ino, p.stat().st_mtime_ns) for p in place.rglob("*")}
+
+    before = state()
+    run(place, "list")
+    run(place, "show", str(files(place)[0]))
+    run(place, "verify")
+    assert state() == before
+
+
+def test_a_table_is_shown_with_stamps_and_ops(place: Path) -> None:
+    path = files(place)[1]
+    table = shown(place, "show", str(path))["table"]
+    assert table["stamps"]["flashinfer_version"] == "0.7.4"
+    assert table["about"]["host"] == "node7"
+    assert sum(table["ops"].values()) == table["entries"]
+    text = run(place, "show", str(path)).stdout
+    assert "node7" in text
+    for op in table["ops"]:
+        assert op in text
+
+
+def test_a_table_set_aside_and_one_on_trial_are_told(place: Path) -> None:
+    first, second = files(place)
+    Store(first).quarantine("starts_died")
+    trial = Trial(Store(second))
+    trial.begin("d")
+    older, newer = shown(place, "list")["tables"]
+    assert older["status"] == "absent"
+    assert [name.rpartition("-")[2] for name in older["quarantined"]] == ["starts_died"]
+    assert newer["on_trial"]
+    assert "on trial" in run(place, "list").stdout
+    assert "died on it" in run(place, "show", str(second)).stdout
+    assert "starts_died" in run(place, "show", str(first)).stdout
+    trial.end()
+    assert [row["path"] for row in shown(place, "verify")["tables"]] == [str(second)]
+
+
+@pytest.mark.parametrize("damage", ["cut", "link", "directory"])
+def test_a_table_that_is_not_sound_fails_verification_by_name(place: Path, damage: str) -> None:
+    path = files(place)[0]
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[:-9])
+    elif damage == "link":
+        path.symlink_to(os.devnull)
+    else:
+        path.mkdir()
+    bad, good = shown(place, "verify", code=3)["tables"]
+    assert bad["path"] == str(path)
+    assert bad["status"] in ("suspect", "unreadable")
+    assert bad["why"]
+    assert good["status"] == "ok"
+    assert shown(place, "verify", good["path"])["tables"] == [good]
+    assert run(place, "verify", str(path)).exit_code == 3
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_file_that_is_not_there_is_an_error_that_names_it(command: str, place: Path) -> None:
+    error = shown(place, command, "nothing.json", code=3)["error"]
+    assert "nothing.json" in error["message"]
+    assert "cache list" in error["hint"]
