@@ -1,4 +1,4 @@
-"""``fi-flags cache``: what tables are there, and are they sound."""
+"""``fi-flags cache``: what tables are there, are they sound, and which may go."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from fi_flags.cli_shared import AsJson, Config, configured, print_json, reported
-from fi_flags.errors import TableError
-from fi_flags.shelf import Shelved, look_at, tables
+from fi_flags.errors import SettingsError, TableError
+from fi_flags.shelf import Doomed, Shelved, look_at, tables, to_prune
 
 __all__ = ["cache"]
 
-cache = typer.Typer(help="Look at the stored tables.", no_args_is_help=True)
+cache = typer.Typer(
+    help="Look at stored tables, and remove what is not needed.", no_args_is_help=True
+)
 
 
 @cache.command("list")
@@ -62,6 +65,95 @@ def verify(
         _print(found, place, as_json=as_json)
         if not all(one.sound for one in found):
             raise typer.Exit(TableError.exit_code)
+
+
+@cache.command()
+def prune(
+    *,
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", min=0, metavar="DAYS", help="Only files older than this."),
+    ] = None,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="Only files that were set aside.")
+    ] = False,
+    flashinfer: Annotated[
+        str | None,
+        typer.Option(
+            "--flashinfer", metavar="VERSIONS", help="Only tables of these versions: '<0.7', say."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them without asking.")] = False,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Remove tables and files that were set aside, as chosen; prints them first, and asks."""
+    with reported(as_json=as_json), configured(config) as settings:
+        if older_than is None and flashinfer is None and not quarantined:
+            raise SettingsError(
+                "prune needs to know what may go",
+                hint="give --older-than, --quarantined or --flashinfer; all given must fit",
+                name="prune",
+                value="",
+                source="command line",
+                accepted="--older-than DAYS, --quarantined, --flashinfer VERSIONS",
+            )
+        chosen = to_prune(
+            tables(settings.autotune_cache_dir),
+            older_than=older_than,
+            quarantined=quarantined,
+            flashinfer=_versions(flashinfer),
+        )
+        if not as_json:
+            from fi_flags.render import console, render_doomed  # noqa: PLC0415
+
+            render_doomed([one.to_json() for one in chosen], console())
+        agreed = yes or bool(chosen and not as_json and typer.confirm("Remove them?"))
+        removed, kept = _remove(chosen) if agreed else ([], {})
+        if as_json:
+            print_json(
+                {
+                    "chosen": [one.to_json() for one in chosen],
+                    "removed": removed,
+                    "kept": kept,
+                }
+            )
+        elif agreed:
+            typer.echo(f"removed {len(removed)} of {len(chosen)} files")
+        for path, why in kept.items():
+            typer.echo(f"not removed: {path}: {why}", err=True)
+        if kept:
+            raise typer.Exit(TableError.exit_code)
+
+
+def _versions(text: str | None) -> SpecifierSet | None:
+    if text is None:
+        return None
+    try:
+        # A bare version means that one.
+        return SpecifierSet(text if text.strip()[:1] in tuple("<>=!~") else f"=={text}")
+    except InvalidSpecifier:
+        accepted = "a version, or a comparison such as '<0.7' or '>=0.6.13,<0.7'"
+        raise SettingsError(
+            f"--flashinfer is {text!r}",
+            hint=f"accepted: {accepted}",
+            name="--flashinfer",
+            value=text,
+            source="command line",
+            accepted=accepted,
+        ) from None
+
+
+def _remove(chosen: Sequence[Doomed]) -> tuple[list[str], dict[str, str]]:
+    removed: list[str] = []
+    kept: dict[str, str] = {}
+    for one in chosen:
+        try:
+            one.path.unlink(missing_ok=True)
+            removed.append(str(one.path))
+        except OSError as error:  # noqa: PERF203 - the others may still go
+            kept[str(one.path)] = str(error)
+    return removed, kept
 
 
 def _there(path: Path) -> Shelved:

@@ -14,6 +14,7 @@ from fi_flags.layers import PREFIX
 
 __all__ = [
     "console",
+    "render_doomed",
     "render_explanation",
     "render_gates",
     "render_report",
@@ -144,6 +145,15 @@ def render_tables(document: Mapping[str, Any], out: Console) -> None:
             parts.append(f"{len(table['quarantined'])} set aside")
         out.print(Text(table["path"]), soft_wrap=True)
         out.print(Text("  " + ", ".join(parts)), soft_wrap=True)
+
+
+def render_doomed(files: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print the files that pruning would remove, each path on a line of its own."""
+    if not files:
+        out.print(Text("nothing to remove"))
+    for one in files:
+        out.print(Text(one["path"]), soft_wrap=True)
+        out.print(Text(f"  {one['what']}, {one['days']:.1f} days old, {one['bytes']} bytes"))
 
 
 def render_table(table: Mapping[str, Any], out: Console) -> None:

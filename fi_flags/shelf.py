@@ -5,15 +5,22 @@ Soundness is judged by the file alone. Whether a table fits this machine is for 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from fi_flags.store import QUARANTINED, Store
 from fi_flags.table import Status, Verdict, op_of
 
-__all__ = ["Shelved", "look_at", "tables"]
+__all__ = ["Doomed", "Shelved", "look_at", "tables", "to_prune"]
+
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -97,3 +104,69 @@ def tables(cache_dir: Path) -> list[Shelved]:
     for aside in shelf.glob(f"*/*/*.json{QUARANTINED}*"):
         places.add(aside.with_name(aside.name.partition(QUARANTINED)[0]))
     return [look_at(path) for path in sorted(places)]
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """A file that pruning removes: what it is, and how old in days."""
+
+    path: Path
+    what: str
+    days: float
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The file as ``cache prune`` has it."""
+        return {
+            "path": str(self.path),
+            "what": self.what,
+            "days": round(self.days, 1),
+            "bytes": self.bytes,
+        }
+
+
+def to_prune(
+    places: Sequence[Shelved],
+    *,
+    older_than: float | None = None,
+    quarantined: bool = False,
+    flashinfer: SpecifierSet | None = None,
+) -> list[Doomed]:
+    """The files that all criteria choose.
+
+    Args:
+        places: What ``tables`` found.
+        older_than: Days since a file was written.
+        quarantined: Only what was set aside; else that, and tables too.
+        flashinfer: The FlashInfer versions whose tables may go. What was set aside counts by the
+            version in the name of its directory, as does a table that cannot be read.
+    """
+    return [
+        doomed
+        for place in places
+        if flashinfer is None or _made_by(place, flashinfer)
+        for doomed in _files(place, tables_too=not quarantined)
+        if older_than is None or doomed.days > older_than
+    ]
+
+
+def _made_by(place: Shelved, wanted: SpecifierSet) -> bool:
+    table = place.found.table
+    named = place.path.parts[-3].partition("-")[0]
+    try:
+        version = Version(str(table.stamps.get("flashinfer_version")) if table else named)
+    except InvalidVersion:  # nobody's to remove by version
+        return False
+    return wanted.contains(version, prereleases=True)
+
+
+def _files(place: Shelved, *, tables_too: bool) -> Iterator[Doomed]:
+    found = [(path, "set aside") for path in place.quarantined]
+    if tables_too and place.path.is_file():
+        found.append((place.path, place.found.status.value))
+    for path, what in found:
+        try:
+            stat = path.lstat()
+        except OSError:  # someone else was quicker
+            continue
+        yield Doomed(path, what, (time.time() - stat.st_mtime) / _DAY_S, stat.st_size)

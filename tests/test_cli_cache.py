@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,78 @@ def test_a_file_that_is_not_there_is_an_error_that_names_it(command: str, place:
     error = shown(place, command, "nothing.json", code=3)["error"]
     assert "nothing.json" in error["message"]
     assert "cache list" in error["hint"]
+
+
+# prune
+
+
+def age(path: Path, days: float) -> None:
+    when = time.time() - days * 86400
+    os.utime(path, (when, when))
+
+
+def chosen(document: dict[str, Any]) -> list[Path]:
+    return [Path(one["path"]) for one in document["chosen"]]
+
+
+def test_prune_tells_what_it_would_remove_and_removes_it_when_told(place: Path) -> None:
+    old, new = files(place)
+    document = shown(place, "prune", "--flashinfer", "<0.7")
+    assert chosen(document) == [old]
+    assert (document["removed"], document["kept"]) == ([], {})
+    assert files(place) == [old, new]
+    document = shown(place, "prune", "--flashinfer", "<0.7", "--yes")
+    assert document["removed"] == [str(old)]
+    assert files(place) == [new]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", 2), ("y\n", 1), ("", 2)])
+def test_prune_prints_its_plan_and_asks(place: Path, answer: str, left: int) -> None:
+    _, newer = files(place)
+    result = CliRunner().invoke(
+        app, ["cache", "prune", "--flashinfer", "0.7.4"], env={WHERE: str(place)}, input=answer
+    )
+    assert result.stdout.splitlines()[0] == str(newer)
+    assert "Remove them?" in result.stdout
+    assert len(files(place)) == left
+
+
+def test_prune_by_age_and_by_what_was_set_aside(place: Path) -> None:
+    old, new = files(place)
+    aside = Store(new).quarantine("starts_died")
+    assert aside is not None
+    age(old, 40)
+    age(aside, 20)
+    assert chosen(shown(place, "prune", "--older-than", "30")) == [old]
+    assert chosen(shown(place, "prune", "--older-than", "10")) == [old, aside]
+    assert chosen(shown(place, "prune", "--quarantined")) == [aside]
+    assert chosen(shown(place, "prune", "--quarantined", "--older-than", "30")) == []
+    assert chosen(shown(place, "prune", "--quarantined", "--flashinfer", "<0.7")) == []
+    assert "nothing to remove" in run(place, "prune", "--older-than", "99").stdout
+    assert shown(place, "prune", "--quarantined", "--yes")["removed"] == [str(aside)]
+    assert old.exists()
+
+
+def test_a_table_that_cannot_be_read_counts_by_the_version_in_its_directory(place: Path) -> None:
+    old, _ = files(place)
+    old.write_bytes(b"{")
+    assert chosen(shown(place, "prune", "--flashinfer", "<0.7")) == [old]
+
+
+def test_prune_without_a_criterion_or_with_a_bad_one_is_refused(place: Path) -> None:
+    assert "--older-than" in shown(place, "prune", code=2)["error"]["hint"]
+    error = shown(place, "prune", "--flashinfer", "newest", code=2)["error"]
+    assert (error["fields"]["name"], error["fields"]["value"]) == ("--flashinfer", "newest")
+    assert "<0.7" in error["hint"]
+    assert len(files(place)) == 2
+
+
+def test_what_cannot_be_removed_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    document = shown(place, "prune", "--flashinfer", "<0.7", "--yes", code=3)
+    assert document["removed"] == []
+    (why,) = document["kept"].values()
+    assert "Permission denied" in why
