@@ -229,6 +229,7 @@ def _without(plan: Plan, ballots: Sequence[Ballot]) -> dict[str, str]:
     cached = plan.action in (Action.COLD, Action.WARM)
     used = {
         "settle": cached,
+        "give_up": cached and bool(plan.tuners),
         "skip_ops": bool(plan.skip_ops),
         "read_only": len(plan.tuners) < len(plan.members),
     }

@@ -102,6 +102,7 @@ class Run:
         tuner = self._crew.tuner
         if "settle" not in self._plan.without:
             tuner.settle(self._seen)
+        tuner.give_up(self._seen)
         self.served = tuner.export(self._seen, also)
         self._digest = serving_digest(self.served)
         missing = tuner.counts(self._seen).missing

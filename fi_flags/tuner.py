@@ -37,6 +37,7 @@ SETTLE: Final = "settle"
 READ_ONLY: Final = "read_only"
 SKIP_OPS: Final = "skip_ops"
 PROCESS_GROUP: Final = "process_group"
+GIVE_UP: Final = "give_up"
 
 # Every name of an AutoTuner object that we touch besides save_configs and load_configs: the
 # features that need it, and the first that has it of the releases that the contract tests check,
@@ -50,6 +51,8 @@ NAMES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "_lock": ((LOAD, SETTLE, READ_ONLY), "0.6.8"),
     "choose_one": ((READ_ONLY, SKIP_OPS), "0.6.8"),
     "is_tuning_mode": ((READ_ONLY,), "0.6.8"),
+    "stats": ((GIVE_UP,), "0.6.8"),
+    "_profile_single_kernel": ((GIVE_UP,), "0.6.8"),
     "rank_tactics": ((), "0.6.18"),
     "choose_with_protocol": ((), "0.7.4"),
     "_profiling_cache_policies": ((), "0.7"),
@@ -123,6 +126,9 @@ class Pass:
         form: How this release spells its keys.
         sites: The calls known so far, and whether each was looked up yet.
         done: How many were.
+        failures: Keys of which some tactic had failed before the run.
+        out_of_memory: Whether memory ran out in it, so that a failure says nothing of a tactic.
+        given_up: Calls of which every tactic failed, so that FlashInfer's default serves them.
         names: The calls' file keys, and the extras of the call that has each.
         blind: Why look-ups could not be observed or told apart, or empty.
     """
@@ -133,6 +139,9 @@ class Pass:
     sites: dict[Site, bool] = field(default_factory=dict)
     names: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     done: int = 0
+    failures: frozenset[Any] = frozenset()
+    out_of_memory: bool = False
+    given_up: set[Site] = field(default_factory=set)
     blind: str = ""
 
     def calls(self) -> list[tuple[str, ...]]:
@@ -182,7 +191,8 @@ class Tuner:
         ``observe``: which look-ups a workload makes. ``load``: that stored tactics win. ``settle``:
         that they outlive a later ``autotune(cache=...)``. ``read_only``: that a pass which must not
         tune does not, even where the workload opens ``autotune()`` itself. ``skip_ops``: leaving
-        ops out. ``process_group``: timings averaged over a group.
+        ops out. ``process_group``: timings averaged over a group. ``give_up``: keeping which
+        calls have no tactic that works.
         """
         missing: dict[str, list[str]] = {}
         for name, (features, _since) in NAMES.items():
@@ -269,10 +279,12 @@ class Tuner:
         if skip_ops and self._skips_ops():
             options["skip_ops"], skip_ops = set(skip_ops), ()
         seen = Pass(tune, dict(self._held("profiling_cache")), self._form)
+        seen.failures = self._failures()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._quiet())
             stack.enter_context(self._with_group(group))
             stack.enter_context(self._observe(seen, on_step))
+            stack.enter_context(self._watch_memory(seen))
             stack.enter_context(self._guard(tune, frozenset(skip_ops)))
             stack.enter_context(self._api.autotune(tune, **options))
             yield seen
@@ -293,6 +305,8 @@ class Tuner:
 
     def _kind(self, site: Site, seen: Pass) -> str:
         memory, filed = self._held("profiling_cache"), self._held("_file_configs")
+        if site in seen.given_up:
+            return "missing"
         for key in site:
             if key in memory:
                 if memory[key] is not seen.before.get(key):
@@ -386,6 +400,27 @@ class Tuner:
                     if value is not None:
                         getattr(tuner, kept)[(None, key)] = value
 
+    def give_up(self, seen: Pass) -> None:
+        """Keep FlashInfer's default for calls of which this pass found that every tactic fails.
+
+        So the next start does not try them all again. Nothing is kept where memory ran out, which
+        says nothing of a tactic, or where some runner offered none.
+        """
+        if seen.blind or not seen.tune or seen.out_of_memory or GIVE_UP in self.lacking():
+            return
+        failed = self._failures() - seen.failures
+        with self._locked():
+            memory = self._held("profiling_cache")
+            for site in seen.sites:
+                if failed.issuperset(site) and self._kind(site, seen) == "missing":
+                    memory.setdefault(site[0], self._form.value(0, -1))
+                    seen.given_up.add(site)
+
+    def _failures(self) -> frozenset[Any]:
+        """The keys of which some tactic failed in this process, as FlashInfer's statistics say."""
+        failed = getattr(getattr(self._tuner, "stats", None), "failed_profiling_count", {})
+        return frozenset(key for keys in failed.values() for key in keys)
+
     def _align(self, seen: Pass) -> None:
         """Let memory say of a file key what a file would say of it.
 
@@ -471,6 +506,27 @@ class Tuner:
             return search_cache
 
         with _wrapped(self._tuner, "search_cache", watch):
+            yield
+
+    @contextlib.contextmanager
+    def _watch_memory(self, seen: Pass) -> Iterator[None]:
+        """Take note of a tactic that runs out of memory; FlashInfer deals with it."""
+        if GIVE_UP in self.lacking():
+            yield
+            return
+        import torch  # noqa: PLC0415 - FlashInfer has brought it
+
+        def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+            def profile(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - FlashInfer's own
+                try:
+                    return original(*args, **kwargs)
+                except (torch.cuda.OutOfMemoryError, MemoryError):
+                    seen.out_of_memory = True
+                    raise
+
+            return profile
+
+        with _wrapped(self._tuner, "_profile_single_kernel", watch):
             yield
 
     @contextlib.contextmanager

@@ -36,7 +36,7 @@ from fi_flags.tuner import (
     Tuner,
     wall_clock,
 )
-from tests.toy import Alpha, Toy, fresh_tuner, own_tuners
+from tests.toy import Alpha, Chosen, Toy, choose_one, fresh_tuner, own_tuners
 
 FLASHINFER = "flashinfer.jit"
 
@@ -97,6 +97,47 @@ def test_profiles_whose_every_tactic_fails_are_missing_and_failed() -> None:
     tuner = Tuner()
     seen = run(tuner, Toy(ops=("gemm/broken",)))
     assert tuner.counts(seen) == Counts(missing=3, failed=3)
+
+
+class OneRunner(Toy):
+    def choose(self, op: str, tokens: int | None = None) -> Chosen:
+        name, _, extra = op.partition("/")
+        return choose_one(name, Alpha(extra), tokens or self.tokens)
+
+
+def test_calls_whose_every_tactic_fails_are_given_up_and_not_tried_again() -> None:
+    tuner = Tuner()
+    toy = Toy(ops=("gemm/broken", "moe"))
+    seen = run(tuner, toy)
+    tuner.give_up(seen)
+    assert tuner.counts(seen) == Counts(tuned=3, missing=3, failed=3)
+    entries = tuner.export(seen)
+    assert [e[:2] for k, e in entries.items() if op_of(k) == "gemm"] == [["Alpha", -1]] * 3
+    fresh_tuner()
+    later = Tuner()
+    later.load(entries, later.stamps())
+    again = run(later, toy)
+    assert later.counts(again) == Counts(loaded=6)
+    assert later._failures() == frozenset()
+    assert toy.serving()["gemm/broken", 4] == ("Alpha", -1)
+
+
+@pytest.mark.parametrize("toy", [Toy(ops=("gemm/oom",)), OneRunner(ops=("gemm/oom",))])
+def test_nothing_is_given_up_where_memory_ran_out(toy: Toy) -> None:
+    tuner = Tuner()
+    seen = run(tuner, toy)
+    assert tuner._failures()
+    tuner.give_up(seen)
+    assert tuner.export(seen) == {}
+    assert tuner.counts(seen).missing == 3
+
+
+def test_a_pass_that_must_not_tune_gives_nothing_up() -> None:
+    tuner = Tuner()
+    run(tuner, Toy(ops=("gemm/broken",)))
+    seen = run(tuner, Toy(ops=("gemm/broken",)), tune=False)
+    tuner.give_up(seen)
+    assert tuner.export(seen) == {}
 
 
 def test_calls_that_differ_in_extras_only_are_told_apart() -> None:

@@ -26,7 +26,17 @@ from fi_flags.store import Store
 from fi_flags.table import parse
 from fi_flags.tuner import Tuner
 from fi_flags.warmup import flashinfer_autotune, warm_up
-from tests.toy import Alpha, Beta, Crowd, Toy, choose_one, fresh_tuner, own_tuners, this_thread
+from tests.toy import (
+    Alpha,
+    Beta,
+    Crowd,
+    Toy,
+    choose_one,
+    fresh_tuner,
+    own_tuners,
+    this_thread,
+    tuner_of_this_thread,
+)
 
 WORLDS = [1, 2, 4]
 Cost = Callable[[int, str, Any], float]
@@ -720,6 +730,33 @@ def test_ranks_whose_calls_offer_other_runners_keep_their_own(
 def test_profiles_whose_every_tactic_fails_are_counted(tmp_path: Path) -> None:
     reports, _ = start(2, tmp_path, toys=lambda _r: Toy(ops=("gemm", "bad/broken")))
     assert [(r.tuned, r.missing, r.failed) for r in reports[0].ranks] == [(3, 3, 3)] * 2
+
+
+def test_profiles_whose_every_tactic_fails_are_not_tuned_at_the_next_start(tmp_path: Path) -> None:
+    def toys(_rank: int) -> Toy:
+        return Toy(ops=("gemm", "bad/broken"))
+
+    cold, served = start(2, tmp_path, toys=toys)
+    tried: list[Any] = []
+
+    def watch(_rank: int, _toy: Toy) -> None:
+        tried.append(tuner_of_this_thread().stats.failed_profiling_count)
+
+    warm, again = start(2, tmp_path, toys=toys, before=watch)
+    assert (outcomes(cold), outcomes(warm)) == ({Outcome.COLD}, {Outcome.WARM})
+    assert tried == [{}, {}], "no tactic was tried again"
+    assert [(r.loaded, r.missing, r.failed) for r in warm[0].ranks] == [(6, 0, 0)] * 2
+    assert one_digest(cold) == one_digest(warm)
+    assert again == served
+    assert {served for (op, _), served in served[0].items() if "bad" in op} == {("Alpha", -1)}
+
+
+def test_profiles_that_ran_out_of_memory_are_tuned_again_at_each_start(tmp_path: Path) -> None:
+    for _ in range(2):
+        reports, _ = start(2, tmp_path, toys=lambda _r: Toy(ops=("gemm", "big/oom")))
+        assert [(r.missing, r.failed) for r in reports[0].ranks] == [(3, 3)] * 2
+        assert reports[0].table is not None
+        assert reports[0].table.entries == 3
 
 
 def test_a_rank_that_finishes_early_meets_the_others_before_its_next_collective(

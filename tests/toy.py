@@ -42,6 +42,10 @@ class Alpha(TunableRunner):  # type: ignore[misc]
         result: torch.Tensor = inputs[0]
         if self.extra == "broken" and tactic != -1:
             raise RuntimeError("no tactic works here")
+        if self.extra == "oom" and tactic == 0:
+            raise RuntimeError("this tactic does not work")
+        if self.extra == "oom" and tactic > 0:
+            raise torch.cuda.OutOfMemoryError("no memory left")
         return result
 
 
