@@ -34,6 +34,7 @@ class Ballot:
         place: The table's path, for choosing one publisher per disk.
         digest: Of the table's entries, all of them.
         cold_seconds: How long the table says its cold start took.
+        trace: Whether this rank is to write a trace of all; rank 0 decides.
         error: Why this rank cannot start at all, or empty.
     """
 
@@ -59,6 +60,7 @@ class Ballot:
     cold_seconds: float = 0.0
     place: str = ""
     writable: bool = False
+    trace: bool = False
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from fi_flags.logs import (
     get_logger,
 )
 from fi_flags.rollout import preview
-from fi_flags.settings import FlashInferSettings, describe
+from fi_flags.settings import describe
 
 if TYPE_CHECKING:
     from fi_flags.probe import Probed
@@ -190,6 +190,12 @@ def warmup(
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="The most tokens in one forward.")
     ] = 256,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write what each rank did when, for Perfetto."
+        ),
+    ] = None,
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
@@ -197,10 +203,23 @@ def warmup(
     from fi_flags.launch import Job, launch  # noqa: PLC0415 - brings torch's launcher along
 
     with reported(as_json=as_json):
-        # A bad value is told before any rank starts.
-        load_gates(FlashInferSettings.load(config=config).gates_file)
-        bar = sys.stderr.isatty() and not as_json
-        job = Job(device=device.value, tokens=tokens, config=config, bar=bar)
+        if trace is not None and not trace.absolute().parent.is_dir():
+            raise SettingsError(
+                f"--trace {trace}: there is no directory {trace.absolute().parent}",
+                hint="make it, or name a file in one that is there",
+                name="--trace",
+                value=str(trace),
+                source="command line",
+                accepted="a file in a directory that exists",
+            )
+        job = Job(
+            device=device.value,
+            tokens=tokens,
+            config=config,
+            bar=sys.stderr.isatty() and not as_json,
+            trace=trace and trace.absolute(),
+        )
+        load_gates(job.settings().gates_file)  # a bad value is told before any rank starts
         report = launch(job, ranks)
         if report is None:
             return  # another rank prints

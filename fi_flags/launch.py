@@ -37,12 +37,19 @@ class Job:
     Attributes:
         tokens: The most tokens in a forward of the CPU decoder.
         bar: Whether rank 0 draws a progress bar on standard error.
+        trace: A file for what each rank did when, in place of what the settings say.
     """
 
     device: str = "auto"
     tokens: int = 256
     config: Path | None = None
     bar: bool = False
+    trace: Path | None = None
+
+    def settings(self) -> FlashInferSettings:
+        """The settings that each rank reads for itself."""
+        given: dict[str, Any] = {} if self.trace is None else {"autotune_trace": self.trace}
+        return FlashInferSettings.load(config=self.config, **given)
 
 
 def launch(job: Job, ranks: int, environ: Mapping[str, str] | None = None) -> dict[str, Any] | None:
@@ -150,7 +157,7 @@ def _rank(job: Job, *, bound: bool) -> dict[str, Any]:
     try:
         from fi_flags.workloads.cpu import CpuDecoder  # noqa: PLC0415
 
-        settings = FlashInferSettings.load(config=job.config)
+        settings = job.settings()
         with _bar(shown=job.bar and first) as on_step, setup_cli_logging(settings.flags_log):
             rank, world = _join(settings) if bound else (0, 1)
             decoder = CpuDecoder(tokens=job.tokens, rank=rank, world=world)

@@ -106,6 +106,7 @@ class Plan:
         publish: Whether the result may be written.
         publishers: The ranks that write it: the lowest rank of each place on each host.
         sync: Whether FlashInfer averages timings over the group's process group.
+        trace: Whether all ranks bring their timelines to rank 0 in the end, which asked for it.
         failed: The ranks that cannot start at all, so that nobody does.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     on_failure: OnFailure = OnFailure.RAISE
     publish: bool = False
     sync: bool = False
+    trace: bool = False
     failed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -200,6 +202,7 @@ def _plan(ballots: Sequence[Ballot], world: Sequence[Ballot]) -> Plan:
         why="",
         members=tuple(b.rank for b in ballots),
         leader=ballots[0].rank,
+        trace=world[0].trace,
         spoilt=any(b.table in _SPOILT for b in ballots),
         tuners=frozenset(b.rank for b in ballots),
         publishers=publishers(ballots),

@@ -61,6 +61,7 @@ def prepare(
             "settings": plan_values(settings),
             "gate_ops": decision.skip_ops,
             "no_sync": decision.sync_forbidden,
+            "trace": settings.autotune_trace is not None,
         }
         if decision.reason is Reason.INVALID_SETTING:
             fields["why"] = decision.message

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from fi_flags.errors import FlagsError, RanksError
 from fi_flags.pulse import FAILURE, GONE, PARTING_S, EndProcess, Pulse, Tell, post_first
 from fi_flags.roll import call_the_roll
+from fi_flags.trace import Timeline
 from fi_flags.watch import Deadlines, Failure
 from fi_flags.wire import Wire, within
 
@@ -135,14 +136,22 @@ class Talk:
     Attributes:
         members: The ranks that take part, in ascending order; the first collects votes.
         votes: How many votes this rank took here.
+        timeline: What this rank did when, its waits for others among it.
     """
 
     def __init__(
-        self, rank: int, members: Sequence[int], wire: Wire, pulse: Pulse, prefix: str = ""
+        self,
+        rank: int,
+        members: Sequence[int],
+        wire: Wire,
+        pulse: Pulse,
+        timeline: Timeline,
+        prefix: str = "",
     ) -> None:
         self.rank = rank
         self.members = tuple(members)
         self.votes = 0
+        self.timeline = timeline
         self._wire = wire
         self._pulse = pulse
         self._prefix = prefix
@@ -231,6 +240,7 @@ class Talk:
         """The values that ranks posted, or owe, under these names; so many ranks wait for them."""
         keys = {rank: self._prefix + name for rank, name in names.items()}
         self._pulse.waiting = keys
+        began = time.perf_counter()
         try:
             with _store_errors():
                 self._await(list(keys.values()), readers)
@@ -241,6 +251,9 @@ class Talk:
                 }
         finally:
             self._pulse.waiting = {}
+            ranks = sorted(names)
+            name = f"wait for rank {ranks[0]}" + (f" and {len(ranks) - 1} more" * (len(ranks) > 1))
+            self.timeline.add("wait", name, began, time.perf_counter(), ranks=ranks[:64])
 
     def _await(self, keys: list[str], readers: int) -> None:
         pause = max(_SHORTEST_PAUSE_S, _PAUSE_PER_RANK_S * readers)
@@ -281,7 +294,7 @@ class Meeting(Talk):
                 for one in (wire, pulse_wire):
                     one.close()
                 raise
-        super().__init__(ranks.rank, range(ranks.world), wire, pulse)
+        super().__init__(ranks.rank, range(ranks.world), wire, pulse, Timeline())
 
     def among(self, members: Sequence[int]) -> Talk:
         """The conversation of a part of the world, of which this rank is a member."""
@@ -289,7 +302,8 @@ class Meeting(Talk):
             return self
         self._pulse.peers = frozenset(members)
         prefix = f"group/{self.ranks.group}/"
-        self._others.append(Talk(self.rank, members, self._wire, self._pulse, prefix))
+        talk = Talk(self.rank, members, self._wire, self._pulse, self.timeline, prefix)
+        self._others.append(talk)
         return self._others[-1]
 
     @property
@@ -302,6 +316,7 @@ class Meeting(Talk):
     def at(self, phase: str) -> None:
         """Say which phase this rank is in."""
         self._pulse.state = {"phase": phase}
+        self.timeline.at(phase)
 
     def progress(self, op: str, done: int, total: int) -> None:
         """Say how far tuning has come: profiles done and known, all ops together."""

@@ -18,7 +18,7 @@ from fi_flags.ballots import Tally
 from fi_flags.errors import RanksError
 from fi_flags.plan import Action, Plan
 from fi_flags.ranks import Meeting, Talk
-from fi_flags.table import Entries, serving_digest
+from fi_flags.table import Entries, op_of, serving_digest
 from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
 from fi_flags.workloads import Workload
 
@@ -72,6 +72,7 @@ class Run:
         crew.meeting.at("run")
         group = crew.meeting.ranks.process_group if self._plan.sync else None
         began = time.perf_counter()
+        seen: Pass | None = None
         try:
             with (
                 crew.meeting.inside(trial=trial),
@@ -89,6 +90,16 @@ class Run:
             self._dead = crew.tuner.dead()
             crew.meeting.fail(error, trial=trial and not self._dead)
         self._seconds = round(time.perf_counter() - began, 3)
+        for one in seen.tuned if seen else ():
+            call = seen.form.file_key(one.site[0]) if seen and one.site else ""
+            crew.meeting.timeline.add(
+                "profile",
+                op_of(call) or "tuning",
+                one.began,
+                one.ended,
+                call=call,
+                tactics=one.tactics,
+            )
 
     def count(self) -> None:
         """Take note of what the run loaded, tuned and missed; before anything is settled."""

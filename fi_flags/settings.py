@@ -153,6 +153,11 @@ class FlashInferSettings(BaseSettings):
     autotune_on_failure: Annotated[OnFailure, BeforeValidator(one_of(OnFailure))] = Field(
         default=OnFailure.RAISE, description="raise, or serve untuned with FlashInfer's defaults"
     )
+    autotune_trace: Annotated[Path | None, BeforeValidator(parse_directory)] = Field(
+        default=None,
+        validate_default=False,
+        description="a file in which rank 0 writes, as a Chrome trace, what each rank did when",
+    )
     rollout_percent: Annotated[float, BeforeValidator(parse_percent)] = Field(
         default=WHOLE, description="share of deployments, in percent, that auto includes"
     )

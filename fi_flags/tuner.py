@@ -118,6 +118,16 @@ class Counts:
 
 
 @dataclass
+class Tuned:
+    """The tuning of one call: when, by ``time.perf_counter``, and how many tactics were timed."""
+
+    site: Site
+    began: float
+    ended: float
+    tactics: int = 1
+
+
+@dataclass
 class Pass:
     """What one run of a workload asked of the tuner.
 
@@ -129,6 +139,8 @@ class Pass:
         failures: Keys of which some tactic had failed before the run.
         out_of_memory: Whether memory ran out in it, so that a failure says nothing of a tactic.
         given_up: Calls of which every tactic failed, so that FlashInfer's default serves them.
+        here: The call that was looked up last.
+        tuned: What was tuned, and when.
         names: The calls' file keys, and the extras of the call that has each.
         blind: Why look-ups could not be observed or told apart, or empty.
     """
@@ -142,6 +154,8 @@ class Pass:
     failures: frozenset[Any] = frozenset()
     out_of_memory: bool = False
     given_up: set[Site] = field(default_factory=set)
+    here: Site = ()
+    tuned: list[Tuned] = field(default_factory=list)
     blind: str = ""
 
     def calls(self) -> list[tuple[str, ...]]:
@@ -284,7 +298,7 @@ class Tuner:
             stack.enter_context(self._quiet())
             stack.enter_context(self._with_group(group))
             stack.enter_context(self._observe(seen, on_step))
-            stack.enter_context(self._watch_memory(seen))
+            stack.enter_context(self._watch_profiling(seen))
             stack.enter_context(self._guard(tune, frozenset(skip_ops)))
             stack.enter_context(self._api.autotune(tune, **options))
             yield seen
@@ -509,8 +523,8 @@ class Tuner:
             yield
 
     @contextlib.contextmanager
-    def _watch_memory(self, seen: Pass) -> Iterator[None]:
-        """Take note of a tactic that runs out of memory; FlashInfer deals with it."""
+    def _watch_profiling(self, seen: Pass) -> Iterator[None]:
+        """Take note of when a tactic is timed, and whether it runs out of memory meanwhile."""
         if GIVE_UP in self.lacking():
             yield
             return
@@ -518,11 +532,18 @@ class Tuner:
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def profile(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - FlashInfer's own
+                began = time.perf_counter()
                 try:
                     return original(*args, **kwargs)
                 except (torch.cuda.OutOfMemoryError, MemoryError):
                     seen.out_of_memory = True
                     raise
+                finally:
+                    last = seen.tuned[-1] if seen.tuned else None
+                    if last is not None and last.site == seen.here:
+                        last.ended, last.tactics = time.perf_counter(), last.tactics + 1
+                    else:
+                        seen.tuned.append(Tuned(seen.here, began, time.perf_counter()))
 
             return profile
 
@@ -600,7 +621,7 @@ class Tuner:
                         f"leave out, so a file would mix up their tactics: {name}"
                     )
 
-        here = site(input_shapes)
+        here = seen.here = site(input_shapes)
         if here not in seen.sites:
             # All buckets of the call, also those that this look-up, outside tuning, leaves out.
             if inputs is not None:

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from structlog.stdlib import BoundLogger
@@ -19,7 +20,7 @@ from structlog.stdlib import BoundLogger
 from fi_flags import logs
 from fi_flags.ballots import cut
 from fi_flags.decision import Decision, Reason
-from fi_flags.errors import RanksError, WorkloadError
+from fi_flags.errors import FlagsError, RanksError, WorkloadError
 from fi_flags.facts import Facts
 from fi_flags.plan import Action, Plan, count_ballots, read_plans
 from fi_flags.prepare import prepare
@@ -27,7 +28,9 @@ from fi_flags.ranks import Meeting, Ranks, Talk
 from fi_flags.report import Outcome, Report, rank_reports
 from fi_flags.run import Crew
 from fi_flags.settings import FlashInferSettings, OnFailure, settings_or_off
+from fi_flags.store import write_whole
 from fi_flags.strategies import PerRank, Result
+from fi_flags.trace import render
 from fi_flags.tuner import OnStep
 from fi_flags.watch import Deadlines
 from fi_flags.workloads import Workload
@@ -72,6 +75,7 @@ def warm_up(
     with ranks.meet(deadlines(settings), tell=teller(log)) as meeting:
         ready = prepare(workload, ranks, settings, facts, log)
         plan = read_plans(meeting.vote(ready.ballot.to_json(), count_ballots))[ranks.group]
+        meeting.timeline.met()
         if plan.action is Action.FAIL:
             text = f"the group cannot start: {plan.why}"
             raise ready.error or RanksError(text, ranks=list(plan.failed), phase="join")
@@ -87,7 +91,7 @@ def warm_up(
         crew = Crew(meeting, talk, ready.tuner, ready.before, workload, log, on_step)
         cached = plan.action is not Action.UNCACHED and ready.cached is not None
         strategy = ready.cached if cached and ready.cached else PerRank()
-        with _last_vote(meeting, talk):
+        with _traced(meeting, plan, settings.autotune_trace, log), _last_vote(meeting, talk):
             result = strategy.carry_out(crew, plan)
         report = _report(result, ready.decision, meeting, time.perf_counter() - began)
         if talk.first:
@@ -119,6 +123,30 @@ def _last_vote(meeting: Meeting, talk: Talk) -> Iterator[None]:
 
 def _count_failures(said: list[list[str]]) -> dict[str, str]:
     return {group: text for group, text in reversed(said) if text}
+
+
+@contextlib.contextmanager
+def _traced(meeting: Meeting, plan: Plan, path: Path | None, log: BoundLogger) -> Iterator[None]:
+    """Write what all ranks did when, where rank 0 asked for it; also of a start that failed."""
+    ended, together = "interrupted", False
+    try:
+        yield
+        ended, together = "done", plan.trace
+    except FlagsError as error:
+        ended = f"{type(error).__name__}: {error.message}"
+        together = plan.trace and not isinstance(error, RanksError)  # else some rank is lost
+        raise
+    finally:
+        own = meeting.timeline.to_json(meeting.rank, meeting.ranks.host)
+        timelines: list[dict[str, Any]] | None = [own]
+        with contextlib.suppress(RanksError):  # one that died since must not stop this rank
+            timelines = meeting.gather(0, own) if together else timelines
+        if meeting.rank == 0 and timelines is not None and path is not None:
+            try:
+                write_whole(path, render(timelines, {"ended": ended}))
+                log.info(logs.TRACED, path=str(path), ranks=len(timelines))
+            except OSError as error:
+                log.warning(logs.NOT_TRACED, path=str(path), why=str(error))
 
 
 class VllmRunner(Protocol):

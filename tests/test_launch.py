@@ -263,3 +263,19 @@ def test_wrong_usage_is_a_document_under_json(wrong: list[str], tmp_path: Path) 
     assert error["exit_code"] == 2
     assert wrong[0] in error["message"]
     assert "Traceback" not in done.stderr
+
+
+def test_a_trace_of_both_ranks_is_written_where_it_was_asked(tmp_path: Path) -> None:
+    done = report(warmup(tmp_path, "on", "--json", "--trace", str(tmp_path / "trace.json")))
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    tuned = [event["pid"] for event in events if event.get("cat") == "profile"]
+    assert [tuned.count(rank) for rank in (0, 1)] == [rank["tuned"] for rank in done["ranks"]]
+
+
+def test_a_trace_in_a_directory_that_is_not_there_is_refused_before_any_rank_starts(
+    tmp_path: Path,
+) -> None:
+    trace = tmp_path / "nowhere" / "trace.json"
+    done = CliRunner().invoke(app, ["warmup", "--trace", str(trace)])
+    assert done.exit_code == 2
+    assert f"--trace {trace}: there is no directory {trace.parent}" in done.stderr

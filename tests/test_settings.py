@@ -185,6 +185,7 @@ def test_every_setting_can_come_from_environment_and_from_toml(field: str, tmp_p
         "rollout_deny_hosts": ("c", ("c",)),
         "rollout_archs": ("sm90,sm100", ("sm90", "sm100")),
         "gates_file": (" /etc/gates.toml", Path("/etc/gates.toml")),
+        "autotune_trace": (" /var/trace.json", Path("/var/trace.json")),
         "flags_log": ("JSON", LogFormat.JSON),
     }.get(field, ("7.5", 7.5))
     file = tmp_path / "flags.toml"
@@ -658,7 +659,7 @@ def test_shipped_toml_changes_nothing_and_its_comments_are_the_defaults(
     assert written.model_dump() == defaults.model_dump()
     toml = f"toml:{uncommented}"
     unset = {name for name, origin in written.provenance.items() if origin.source != toml}
-    assert unset == {"rollout_salt", "rollout_id", "gates_file"}
+    assert unset == {"rollout_salt", "rollout_id", "gates_file", "autotune_trace"}
 
 
 def test_shipped_dotenv_names_every_variable_at_its_default(
