@@ -10,6 +10,7 @@ from typing import Any
 
 from fi_flags.decision import Reason, Strategy
 from fi_flags.settings import Mode
+from fi_flags.shadow import Comparison
 from fi_flags.table import Status
 
 __all__ = ["PROTOCOL", "Ballot", "Tally", "cut"]
@@ -94,6 +95,7 @@ class Tally:
         digest: Of the tactics that the rank's tuner serves for this workload.
         loaded, tuned, missing, failed: Counts of profiles.
         seconds: How long this rank's run took.
+        shadow: How its stored table compares with what it tuned, in shadow mode.
     """
 
     rank: int
@@ -110,6 +112,7 @@ class Tally:
     missing: int = 0
     failed: int = 0
     seconds: float = 0.0
+    shadow: Comparison = field(default_factory=Comparison)
 
     def to_json(self) -> dict[str, Any]:
         """The tally as it goes over the wire."""
@@ -118,6 +121,7 @@ class Tally:
             "host": cut(self.host, 500),
             "error": cut(self.error, 500),
             "dead": cut(self.dead, 500),
+            "shadow": dataclasses.asdict(self.shadow),
         }
 
     def given_back(self) -> Tally:
@@ -129,7 +133,9 @@ class Tally:
     def from_json(cls, fields: Mapping[str, Any]) -> Tally:
         """Read a tally; names that this version does not know are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in fields.items() if name in known})
+        given = {name: value for name, value in fields.items() if name in known}
+        given["shadow"] = Comparison(**given.get("shadow", {}))
+        return cls(**given)
 
 
 def cut(text: str, limit: int = _LONG) -> str:

@@ -213,7 +213,7 @@ def _with_gates(
     if mode is Mode.SHADOW:
         return (
             Reason.SHADOW,
-            "served as off; this version does not compare with the stored table yet",
+            "served as off; what is tuned is compared with the stored table, and refreshes it",
         )
     if mode is Mode.FORCE:
         despite = f", although {found} has a known defect: {defect}" if shut else ""

@@ -106,6 +106,8 @@ class Plan:
         publish: Whether the result may be written.
         publishers: The ranks that write it: the lowest rank of each place on each host.
         sync: Whether FlashInfer averages timings over the group's process group.
+        shadow: Whether what is tuned is held against the stored table, and refreshes it.
+        compare: Whether that table may be read for it.
         trace: Whether all ranks bring their timelines to rank 0 in the end, which asked for it.
         failed: The ranks that cannot start at all, so that nobody does.
     """
@@ -129,6 +131,8 @@ class Plan:
     publish: bool = False
     sync: bool = False
     trace: bool = False
+    shadow: bool = False
+    compare: bool = False
     failed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -220,12 +224,47 @@ def _plan(ballots: Sequence[Ballot], world: Sequence[Ballot]) -> Plan:
     if disagreement:
         return dataclasses.replace(base, reason=Reason.RANKS_DISAGREE, why=disagreement)
     if strategies[0] == Strategy.PER_RANK.value:
-        return dataclasses.replace(base, why="every rank tunes alone; nothing is kept")
+        return _per_rank_plan(base, ballots)
     gated = frozenset(op for b in ballots for op in b.gate_ops)
     unusable = _unusable(ballots) or _unskippable(ballots, base.skip_ops | gated)
     if unusable:
         return dataclasses.replace(base, reason=Reason.CACHE_UNUSABLE, why=unusable)
     return _cached_plan(dataclasses.replace(base, skip_ops=base.skip_ops | gated), ballots)
+
+
+def _per_rank_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
+    alone = "every rank tunes alone"
+    reasons = [b.reason for b in ballots]
+    if Reason.SHADOW.value not in reasons:
+        return dataclasses.replace(base, why=f"{alone}; nothing is kept")
+    not_all = len(set(reasons)) > 1
+    numbered = [(b.rank, b.reason) for b in ballots]
+    why_not = f"reason differs: {_grouped(numbered)}" if not_all else _unusable(ballots)
+    if why_not:
+        return dataclasses.replace(base, why=f"{alone}; nothing is compared, since {why_not}")
+    access = _access(ballots)
+    refresh = "" if access is Access.RO else "; what is tuned refreshes the stored table"
+    compare = access is not Access.WO and any(b.table == Status.OK.value for b in ballots)
+    why = f"{alone}{refresh}" + _unwritable(ballots) * bool(refresh)
+    if compare:
+        why += f"; rank {_usable(ballots)[0].rank}'s table is compared with it"
+    elif access is not Access.WO:
+        why += f"; there is no usable table to compare with: {_found(ballots)}"
+    return dataclasses.replace(
+        base, why=why, shadow=True, compare=compare, publish=access is not Access.RO
+    )
+
+
+def _access(ballots: Sequence[Ballot]) -> Access:
+    return Access(ballots[0].settings.get("autotune_cache_access", Access.RW.value))
+
+
+def _usable(ballots: Sequence[Ballot]) -> list[Ballot]:
+    return [b for b in ballots if b.table == Status.OK.value]
+
+
+def _found(ballots: Sequence[Ballot]) -> str:
+    return _grouped([(b.rank, b.table + (f" ({b.why})" if b.why else "")) for b in ballots])
 
 
 def _without(plan: Plan, ballots: Sequence[Ballot]) -> dict[str, str]:
@@ -252,10 +291,9 @@ def _unskippable(ballots: Sequence[Ballot], ops: frozenset[str]) -> str:
 
 
 def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
-    access = Access(ballots[0].settings.get("autotune_cache_access", Access.RW.value))
+    access = _access(ballots)
     split = Split(ballots[0].settings.get("autotune_split", Split.ALL.value))
-    usable = [b for b in ballots if b.table == Status.OK.value]
-    found = _grouped([(b.rank, b.table + (f" ({b.why})" if b.why else "")) for b in ballots])
+    usable, found = _usable(ballots), _found(ballots)
     publish = access is not Access.RO
     if access is Access.RO and not usable:
         why = f"read-only, and no rank has a usable table: {found}"

@@ -19,10 +19,10 @@ from fi_flags.decision import Decision, Reason, Strategy, decide
 from fi_flags.errors import FlagsError, SettingsError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import Gate, load_gates
+from fi_flags.home import Home
 from fi_flags.ranks import Ranks
 from fi_flags.settings import Access, FlashInferSettings, Mode, off_because, plan_values
 from fi_flags.store import Store, environment_name, plain_identity, workload_name
-from fi_flags.strategies import LeaderWorker
 from fi_flags.trial import Trial
 from fi_flags.tuner import PROCESS_GROUP, Snapshot, Tuner
 from fi_flags.workloads import Workload
@@ -38,7 +38,8 @@ class Ready:
     decision: Decision | None = None
     tuner: Tuner | None = None
     before: Snapshot | None = None
-    cached: LeaderWorker | None = None
+    home: Home | None = None
+    trial: Trial | None = None
     error: FlagsError | None = None
 
 
@@ -79,11 +80,11 @@ def prepare(
     if not _looks_up(decision, ranks.rank):
         return Ready(Ballot(**fields), decision, tuner, before)
     try:
-        cached = _cached(workload, ranks, settings, tuner, log)
-        found, table = cached.found, cached.found.table
+        home, trial = _at_home(workload, ranks, settings, tuner, log)
+        found, table = home.found, home.found.table
         more = {
-            "workload": cached.store.path.parent.name,
-            "environment": cached.stamps,
+            "workload": home.store.path.parent.name,
+            "environment": home.stamps,
             "unusable": tuner.obstacle(),
             "held": tuner.held(),
             "table": found.status.value,
@@ -91,13 +92,13 @@ def prepare(
             "entries": len(table.entries) if table else 0,
             "digest": table.about["digest"] if table else "",
             "cold_seconds": table.cold_seconds if table else 0.0,
-            "place": str(cached.store.path),
-            "writable": cached.store.writable(),
+            "place": str(home.store.path),
+            "writable": home.store.writable(),
         }
     except Exception as error:  # noqa: BLE001 - a cache never stops a start
         unusable = f"{type(error).__name__}: {error}"
         return Ready(Ballot(**fields, unusable=unusable), decision, tuner, before)
-    return Ready(Ballot(**(fields | more)), decision, tuner, before, cached)
+    return Ready(Ballot(**(fields | more)), decision, tuner, before, home, trial)
 
 
 def _with_gates(
@@ -128,29 +129,32 @@ def _decide(
     return decision
 
 
-def _cached(
+def _at_home(
     workload: Workload,
     ranks: Ranks,
     settings: FlashInferSettings,
     tuner: Tuner,
     log: BoundLogger,
-) -> LeaderWorker:
+) -> tuple[Home, Trial]:
     stamps = tuner.stamps()
     identity = plain_identity(workload.identity)
     name = workload_name(workload.name, identity)
     store = Store.at(settings.autotune_cache_dir, environment_name(stamps), name, ranks.group)
     trial = Trial(store)
-    if settings.autotune_cache_access is not Access.RO and trial.recover():
+    shadow = settings.persistent_cache is Mode.SHADOW  # which runs on no table
+    ro = settings.autotune_cache_access is Access.RO
+    if not ro and not shadow and trial.recover():
         log.warning(logs.BROUGHT_BACK, path=str(store.path), why="a start without it died too")
     found = store.read(stamps)
     about = {"workload": {"name": workload.name, **identity}}
     if found.table is not None:
         about = {**found.table.about, **about}
-    return LeaderWorker(store, found, stamps, trial, about)
+    return Home(store, found, stamps, about), trial
 
 
 def _looks_up(decision: Decision, rank: int) -> bool:
     # Off means off. But under auto rank 0 answers for all whether the rollout includes them, so
     # the others must be ready for its answer.
     excluded = decision.mode is Mode.AUTO and decision.reason is Reason.ROLLOUT_EXCLUDED
-    return decision.strategy is Strategy.LEADER_WORKER or (excluded and rank != 0)
+    shadow = decision.reason is Reason.SHADOW
+    return shadow or decision.strategy is Strategy.LEADER_WORKER or (excluded and rank != 0)

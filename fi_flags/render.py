@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _MEANING = {
-    "uncached": "every rank tuned for itself; nothing was kept",
+    "uncached": "every rank tuned for itself",
     "cold": "tuned from the beginning",
     "warm": "served from the stored table; nothing was tuned",
     "topped_up": "served from the stored table; what it lacked was tuned",
@@ -113,8 +113,9 @@ def render_report(report: Mapping[str, Any], out: Console) -> None:
         ("decision", f"{decision['strategy']}, {decision['reason']}: {decision['message']}"),
         *(("to do", link) for link in decision["todo"]),
         ("plan", f"{plan['action']}: {plan['why']}"),
-        ("outcome", f"{report['outcome']}: {_MEANING[report['outcome']]}"),
+        ("outcome", f"{report['outcome']}: {_MEANING[report['outcome']]}" + _unkept(report)),
         *kept,
+        *(("shadow", _compared(found)) for found in [report.get("shadow")] if found),
         ("seconds", _seconds(report)),
     )
     ranks = Table(box=None, padding=(0, 2, 0, 0))
@@ -164,6 +165,7 @@ def render_table(table: Mapping[str, Any], out: Console) -> None:
         ("status", table["status"] + (f": {table['why']}" if table["why"] else "")),
         ("digest", table["digest"] or "none"),
         *[("trial", "a start runs on it for the first time, or died on it")] * table["on_trial"],
+        *(("shadow", _shadowed(summary)) for summary in [table["shadow"]] if summary),
         *(("set aside", name) for name in table["quarantined"]),
         *((name, str(value)) for name, value in table["stamps"].items()),
         *(
@@ -184,10 +186,29 @@ def _print_block(out: Console, *rows: tuple[str, str]) -> None:
     out.print(block)
 
 
+def _unkept(report: Mapping[str, Any]) -> str:
+    return (
+        "; nothing was kept" if (report["outcome"], report["table"]) == ("uncached", None) else ""
+    )
+
+
 def _kept(table: Mapping[str, Any]) -> str:
     if table["kept"] is False:
         return f"not kept (the log says why): {table['path']}"
     return f"kept for the next start: {table['path']}"
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    text = f"{found['equal']} of {found['compared']} keys are tuned as the table has them"
+    parts = [f"{found[name]} {name}" for name in ("different", "missing") if found[name]]
+    parts.append(f"loading would have saved {found['saved_seconds']:.2f} seconds")
+    return "; ".join([text, *parts])
+
+
+def _shadowed(summary: Mapping[str, Any]) -> str:
+    starts = f"agreed in {summary['agreed']} of {summary['starts']} starts"
+    keys = f"{summary['equal']} of {summary['compared']} keys were equal"
+    return f"{starts}; {keys}, {summary['different']} different, {summary['missing']} missing"
 
 
 def _seconds(report: Mapping[str, Any]) -> str:

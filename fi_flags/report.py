@@ -10,6 +10,7 @@ from typing import Any
 from fi_flags.ballots import Tally
 from fi_flags.decision import Decision
 from fi_flags.plan import Plan
+from fi_flags.shadow import Comparison
 
 __all__ = ["Outcome", "RankReport", "Report", "TableReport"]
 
@@ -63,6 +64,8 @@ class Report:
         seconds: How long the whole warm-up took on this rank.
         saved_seconds: How much shorter the slowest rank's run was than the recorded cold start;
             None where no cold start is on record.
+        shadow: How the stored table compares with what was tuned, in shadow mode and where there
+            was one.
     """
 
     outcome: Outcome
@@ -72,6 +75,7 @@ class Report:
     saved_seconds: float | None
     table: TableReport | None
     ranks: tuple[RankReport, ...]
+    shadow: Comparison | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as the command line prints it."""
@@ -85,6 +89,7 @@ class Report:
             "ranks": [
                 {**dataclasses.asdict(rank), "outcome": rank.outcome.value} for rank in self.ranks
             ],
+            **({"shadow": self.shadow.to_json()} if self.shadow else {}),
         }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from structlog.stdlib import BoundLogger
@@ -18,6 +18,7 @@ from fi_flags.ballots import Tally
 from fi_flags.errors import RanksError
 from fi_flags.plan import Action, Plan
 from fi_flags.ranks import Meeting, Talk
+from fi_flags.shadow import Comparison, compare
 from fi_flags.table import Entries, op_of, serving_digest
 from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
 from fi_flags.workloads import Workload
@@ -61,6 +62,7 @@ class Run:
         self._seconds = 0.0
         self._digest = ""
         self._dead = ""
+        self._shadow = Comparison()
         self.cause: Exception | None = None
         self.served: Entries = {}
 
@@ -106,20 +108,34 @@ class Run:
         if self._seen is not None:
             self._counts = self._crew.tuner.counts(self._seen)
 
-    def note_served(self, also: Entries) -> None:
-        """Settle what the workload looked up, and take note of what serves it and ``also``."""
+    def note_served(self, also: Iterable[str]) -> None:
+        """Settle what the workload looked up, and take note of what serves it and ``also``.
+
+        Where nothing is cached nothing is settled either: what serves stays as it was tuned.
+        """
         if self._seen is None:
             return
         tuner = self._crew.tuner
-        if "settle" not in self._plan.without:
-            tuner.settle(self._seen)
-        tuner.give_up(self._seen)
+        if self._plan.action is not Action.UNCACHED:
+            if "settle" not in self._plan.without:
+                tuner.settle(self._seen)
+            tuner.give_up(self._seen)
         self.served = tuner.export(self._seen, also)
         self._digest = serving_digest(self.served)
         missing = tuner.counts(self._seen).missing
         self._counts = dataclasses.replace(
             self._counts, missing=missing, failed=min(missing, self._counts.failed)
         )
+
+    def compare(self, stored: Entries) -> None:
+        """Hold a stored table against what serves now; after ``note_served``."""
+        if self._seen is not None:
+            form = self._seen.form
+            timed = [
+                ([form.file_key(key) for key in one.site], one.ended - one.began)
+                for one in self._seen.tuned
+            ]
+            self._shadow = compare(self.served, stored, timed)
 
     def calls(self) -> list[tuple[str, ...]]:
         """The calls of the run, each as the file keys of all runners that could serve it."""
@@ -142,6 +158,7 @@ class Run:
             digest="" if error else self._digest,
             entries=len(self.served),
             seconds=self._seconds,
+            shadow=self._shadow,
             **counts,
         )
 

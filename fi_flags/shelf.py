@@ -15,6 +15,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from fi_flags.shadow import history_path, summary
 from fi_flags.store import QUARANTINED, Store
 from fi_flags.table import Status, Verdict, op_of
 
@@ -72,6 +73,7 @@ class Shelved:
         table = self.found.table
         return {
             **self.to_json(),
+            "shadow": summary(self.path),
             "stamps": table.stamps if table else {},
             "about": table.about if table else {},
             "ops": self.ops,
@@ -164,6 +166,7 @@ def _files(place: Shelved, *, tables_too: bool) -> Iterator[Doomed]:
     found = [(path, "set aside") for path in place.quarantined]
     if tables_too and place.path.is_file():
         found.append((place.path, place.found.status.value))
+        found += [(one, "its history") for one in [history_path(place.path)] if one.is_file()]
     for path, what in found:
         try:
             stat = path.lstat()

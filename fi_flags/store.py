@@ -125,7 +125,7 @@ class Store:
             TableError: A table of another environment is in the way.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with self.locked():
             found = self.read(table.stamps)
             if found.status is Status.FOREIGN:
                 raise TableError(
@@ -184,7 +184,8 @@ class Store:
         return True
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Keep other writers of this place out for as long as the block runs, where that works."""
         lock = FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_S)
         try:
             lock.acquire()

@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fi_flags import logs
 from fi_flags.ballots import Tally
 from fi_flags.decision import Reason
 from fi_flags.errors import RanksError, TableError, WorkloadError
 from fi_flags.exchange import exchange
+from fi_flags.home import Home
 from fi_flags.plan import Action, Next, Plan, after_run, all_loaded
 from fi_flags.report import Outcome, TableReport
 from fi_flags.run import Crew, Run, attempt, give_back, vote
 from fi_flags.settings import OnFailure
-from fi_flags.store import Store
-from fi_flags.table import Entries, Status, Table, Verdict, merge, split_ops
+from fi_flags.shadow import Comparison, history_path, remember
+from fi_flags.table import Entries, Status, Verdict, merge, split_ops
 from fi_flags.trial import DEATHS, Trial
 from fi_flags.tuner import Snapshot
 
-__all__ = ["LeaderWorker", "PerRank", "Result", "Strategy"]
+__all__ = ["LeaderWorker", "PerRank", "Result", "Shadow", "Strategy"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Result:
     plan: Plan
     tallies: Sequence[Tally]
     table: TableReport | None = None
+    shadow: Comparison | None = None
 
 
 class Strategy(Protocol):
@@ -73,21 +75,71 @@ class PerRank:
 
 
 @dataclass
+class Shadow:
+    """Per-rank as with the flag off; then hold the stored table against it, and refresh that.
+
+    Attributes:
+        home: The table's place on this rank's machine.
+    """
+
+    home: Home
+
+    def carry_out(self, crew: Crew, plan: Plan) -> Result:
+        """Run, compare and vote; what goes wrong with the table costs no more than its refresh."""
+        run = Run(crew, plan)
+        run.go(tune=True, alone=False)
+        with attempt() as tried:
+            run.count()
+            run.note_served(())
+            if plan.compare and self.home.found.table is not None:
+                run.compare(self.home.found.table.entries)
+        tallies = vote(crew, run.tally(tried.error))
+        if after_run(plan, tallies) is Next.FAIL:
+            return _failed(crew, plan, tallies, run)
+        found = Comparison.together(tally.shadow for tally in tallies)
+        table = None
+        if plan.publish:
+            table = self._refresh(crew, plan, run, tallies, tried.error)
+            # Once a start, also where hosts share the disk: what it says is the whole group's.
+            if found and crew.talk.first:
+                self._remember(crew, found)
+        return Result(Outcome.UNCACHED, plan, tallies, table, found)
+
+    def _refresh(
+        self, crew: Crew, plan: Plan, run: Run, tallies: Sequence[Tally], error: str
+    ) -> TableReport | None:
+        entries = run.served
+        with attempt() as tried:
+            if error or any(not t.ok for t in tallies) or len({t.digest for t in tallies}) > 1:
+                crew.meeting.at("merge")
+                sites = run.calls()
+                entries = exchange(crew.talk, plan.leader, entries, sites=sites, error=error)
+        if not tried.error:
+            return self.home.publish(crew, plan, Outcome.UNCACHED, entries, tallies)
+        if crew.talk.first:
+            crew.log.warning(logs.NOT_KEPT, path=str(self.home.store.path), why=tried.error)
+        return None
+
+    def _remember(self, crew: Crew, found: Comparison) -> None:
+        when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        with attempt() as tried:
+            remember(self.home.store, found, when=when, host=crew.meeting.ranks.host)
+        if tried.error:
+            path = str(history_path(self.home.store.path))
+            crew.log.warning(logs.NOT_KEPT, path=path, why=tried.error)
+
+
+@dataclass
 class LeaderWorker:
     """One table for the group, on disk, and the same tactics on every rank.
 
     Attributes:
-        store: Where the table lives on this rank's machine.
-        found: What was found there before vote 1.
-        stamps: FlashInfer's environment stamps, equal on all ranks.
-        about: What the table says of its making, beside its entries.
+        home: The table's place on this rank's machine.
+        trial: The marker beside it.
     """
 
-    store: Store
-    found: Verdict
-    stamps: dict[str, Any]
+    home: Home
     trial: Trial
-    about: dict[str, Any] = field(default_factory=dict)
 
     def carry_out(self, crew: Crew, plan: Plan) -> Result:
         """Load, run, merge where ranks differ, publish."""
@@ -99,7 +151,7 @@ class LeaderWorker:
         undo: Snapshot | None = None
         if plan.action is Action.WARM:
             plan, stored, undo = self._load(crew, plan)
-        elif plan.action is Action.COLD and self._keeps(crew, plan):
+        elif plan.action is Action.COLD and self.home.kept_by(crew, plan):
             self.trial.begin_without()
         run, tallies, error = self._run(crew, plan, stored)
         following = after_run(plan, tallies)
@@ -127,12 +179,9 @@ class LeaderWorker:
         outcome = _outcome(plan, tallies)
         if outcome is Outcome.UNTUNED:
             return Result(outcome, plan, [dataclasses.replace(t, digest="") for t in tallies])
-        table = self._publish(crew, plan, outcome, run, tallies, stored)
+        entries = merge([run.served, stored])
+        table = self.home.publish(crew, plan, outcome, entries, tallies)
         return Result(outcome, plan, tallies, table)
-
-    def _keeps(self, crew: Crew, plan: Plan) -> bool:
-        """Whether the table on this disk is this rank's to write and to move."""
-        return plan.publish and crew.rank in plan.publishers
 
     def _run(self, crew: Crew, plan: Plan, stored: Entries) -> tuple[Run, Sequence[Tally], str]:
         """Run the workload and vote on it; also what kept this rank from saying what it serves."""
@@ -160,32 +209,35 @@ class LeaderWorker:
         self, crew: Crew, plan: Plan, word: str, why: str, *, tuning: bool = True
     ) -> None:
         """Move this disk's table aside, where that is for this rank to do; never raises."""
-        if self.found.table is None or not self._keeps(crew, plan):
+        if self.home.found.table is None or not self.home.kept_by(crew, plan):
             return
         aside: Path | None = None
         with attempt() as tried:
-            aside = self.store.quarantine(word)
+            aside = self.home.store.quarantine(word)
         if aside is not None:
-            self.found = Verdict(Status.ABSENT)
+            self.home.found = Verdict(Status.ABSENT)
             self.trial.set_aside(aside, tuning=tuning)
             crew.log.warning(logs.QUARANTINED, moved_to=str(aside), why=why)
         elif tried.error:
-            path = str(self.store.path)
+            path = str(self.home.store.path)
             crew.log.warning(logs.NOT_QUARANTINED, path=path, why=tried.error)
 
     def _acquit(self, crew: Crew) -> None:
         """The workload failed without the table too, so the table comes back."""
         if self.trial.aside is not None:
             with attempt() as tried:
-                self.store.bring_back(self.trial.aside)
-            path, why = str(self.store.path), tried.error or "the workload fails without it too"
+                self.home.store.bring_back(self.trial.aside)
+            path, why = (
+                str(self.home.store.path),
+                tried.error or "the workload fails without it too",
+            )
             crew.log.warning(logs.BROUGHT_BACK, path=path, why=why)
 
     def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries, Snapshot | None]:
         """Bring the table to every rank and load it; vote 2 says whether that worked."""
         crew.meeting.at("load")
         undo: Snapshot | None = None
-        own = self.found.table.entries if self.found.table else {}
+        own = self.home.found.table.entries if self.home.found.table else {}
         stored: Entries = {}
         deaths = 0
         with attempt() as tried:
@@ -194,9 +246,9 @@ class LeaderWorker:
                 stored = exchange(crew.talk, plan.leader, own, expected=plan.stored.digest)
             deaths = self._begin_trial(crew, plan)
             if deaths >= DEATHS:
-                raise TableError(f"{deaths} starts in a row died on {self.store.path}")
+                raise TableError(f"{deaths} starts in a row died on {self.home.store.path}")
             wanted, _ = split_ops(stored, plan.skip_ops)
-            undo = crew.tuner.load(wanted, self.stamps)
+            undo = crew.tuner.load(wanted, self.home.stamps)
         host, error = crew.meeting.ranks.host, tried.error
         tally = Tally(rank=crew.rank, host=host, ok=not error, error=error)
         refused = all_loaded(vote(crew, tally))
@@ -211,11 +263,11 @@ class LeaderWorker:
 
     def _begin_trial(self, crew: Crew, plan: Plan) -> int:
         """Mark this disk's table as being tried; how many starts in a row died on it."""
-        if self.found.table is None or not self._keeps(crew, plan):
+        if self.home.found.table is None or not self.home.kept_by(crew, plan):
             return 0
-        deaths = self.trial.begin(self.found.table.about["digest"])
+        deaths = self.trial.begin(self.home.found.table.about["digest"])
         if 0 < deaths < DEATHS:
-            crew.log.warning(logs.START_DIED, path=str(self.store.path), starts=deaths)
+            crew.log.warning(logs.START_DIED, path=str(self.home.store.path), starts=deaths)
         return deaths
 
     def _merge(self, crew: Crew, plan: Plan, run: Run, error: str) -> tuple[str, Sequence[Tally]]:
@@ -224,7 +276,7 @@ class LeaderWorker:
         undo: Snapshot | None = None
         with attempt() as tried:
             merged = exchange(crew.talk, plan.leader, run.served, sites=run.calls(), error=error)
-            undo = crew.tuner.load(merged, self.stamps)
+            undo = crew.tuner.load(merged, self.home.stamps)
             run.note_served(merged)
         tallies = vote(crew, run.tally(tried.error))
         refused = all_loaded(tallies)
@@ -233,55 +285,6 @@ class LeaderWorker:
         if refused:
             give_back(crew, undo)
         return refused, tallies
-
-    def _publish(
-        self,
-        crew: Crew,
-        plan: Plan,
-        outcome: Outcome,
-        run: Run,
-        tallies: Sequence[Tally],
-        stored: Entries,
-    ) -> TableReport | None:
-        """Write the table where it is not yet; a failure is one warning for each disk."""
-        if not run.served and not stored:
-            if crew.talk.first and any(tally.failed for tally in tallies):
-                crew.log.warning(logs.NOT_KEPT, path="", why="no tactic of any profile worked")
-            elif crew.talk.first:
-                crew.log.info(logs.NOTHING_TO_TUNE)
-            return None
-        entries = merge([run.served, stored])
-        kept: bool | None = None
-        if crew.rank in plan.publishers:
-            kept = self.found.table is not None and self.found.table.entries == entries
-            if plan.publish and not kept:
-                crew.meeting.at("publish")
-                about = self._about(crew, plan, outcome, tallies)
-
-                def aside(moved: Path, why: str) -> None:
-                    crew.log.warning(logs.QUARANTINED, moved_to=str(moved), why=why)
-
-                try:
-                    self.store.publish(Table(entries, self.stamps, about), aside)
-                    kept = True
-                except Exception as error:  # noqa: BLE001 - the others have left: nothing may raise
-                    why = f"{type(error).__name__}: {error}"
-                    crew.log.warning(logs.NOT_KEPT, path=str(self.store.path), why=why)
-        return TableReport(str(self.store.path), len(entries), tallies[0].digest, kept)
-
-    def _about(
-        self, crew: Crew, plan: Plan, outcome: Outcome, tallies: Sequence[Tally]
-    ) -> dict[str, Any]:
-        recorded = plan.stored.cold_seconds
-        spent = max(tally.seconds for tally in tallies)
-        tuned = {Outcome.COLD: spent, Outcome.RETUNED: spent, Outcome.TOPPED_UP: recorded + spent}
-        return {
-            **self.about,
-            "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "host": crew.meeting.ranks.host,
-            "ranks": len(plan.members),
-            "cold_seconds": round(tuned.get(outcome, recorded), 3),
-        }
 
 
 def _failed(crew: Crew, plan: Plan, tallies: Sequence[Tally], run: Run) -> Result:

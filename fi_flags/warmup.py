@@ -23,13 +23,13 @@ from fi_flags.decision import Decision, Reason
 from fi_flags.errors import FlagsError, RanksError, WorkloadError
 from fi_flags.facts import Facts
 from fi_flags.plan import Action, Plan, count_ballots, read_plans
-from fi_flags.prepare import prepare
+from fi_flags.prepare import Ready, prepare
 from fi_flags.ranks import Meeting, Ranks, Talk
 from fi_flags.report import Outcome, Report, rank_reports
 from fi_flags.run import Crew
 from fi_flags.settings import FlashInferSettings, OnFailure, settings_or_off
 from fi_flags.store import write_whole
-from fi_flags.strategies import PerRank, Result
+from fi_flags.strategies import LeaderWorker, PerRank, Result, Shadow, Strategy
 from fi_flags.trace import render
 from fi_flags.tuner import OnStep
 from fi_flags.watch import Deadlines
@@ -89,14 +89,21 @@ def warm_up(
                 logs.log_decision(log, ready.decision)
             _say_plan(log, plan, meeting.all_votes)
         crew = Crew(meeting, talk, ready.tuner, ready.before, workload, log, on_step)
-        cached = plan.action is not Action.UNCACHED and ready.cached is not None
-        strategy = ready.cached if cached and ready.cached else PerRank()
+        strategy = _strategy(plan, ready)
         with _traced(meeting, plan, settings.autotune_trace, log), _last_vote(meeting, talk):
             result = strategy.carry_out(crew, plan)
         report = _report(result, ready.decision, meeting, time.perf_counter() - began)
         if talk.first:
             _say_outcome(log, report)
     return report
+
+
+def _strategy(plan: Plan, ready: Ready) -> Strategy:
+    if ready.home is None or ready.trial is None:
+        return PerRank()
+    if plan.action is Action.UNCACHED:
+        return Shadow(ready.home) if plan.shadow else PerRank()
+    return LeaderWorker(ready.home, ready.trial)
 
 
 @contextlib.contextmanager
@@ -262,6 +269,7 @@ def _report(
         saved_seconds=saved,
         table=result.table,
         ranks=rank_reports(result.outcome, list(result.tallies), meeting.all_votes),
+        shadow=result.shadow,
     )
 
 
@@ -278,6 +286,8 @@ def _say_outcome(log: BoundLogger, report: Report) -> None:
             for name in ("loaded", "tuned", "missing", "failed")
         },
     }
+    if report.shadow is not None:
+        fields["shadow"] = report.shadow.to_json()
     if report.table is not None and report.table.kept is not False:
         fields |= {"table": report.table.path, "digest": report.table.digest[:16]}
     if report.outcome is Outcome.UNTUNED or report.plan.reason is Reason.CACHE_UNUSABLE:

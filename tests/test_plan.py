@@ -389,6 +389,32 @@ def test_ranks_are_named_shortly(who: list[int], words: str) -> None:
     assert ("and 4 more)" in plan.why) == (len(who) > 16)
 
 
+# -- shadow ---------------------------------------------------------------------------------
+
+SHADOW = {"strategy": PER_RANK, "reason": "SHADOW", "mode": "shadow"}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"environment": {"gpu": "H20"}}, "gpu differs: NVIDIA H200 (rank 0), H20 (rank 1)"),
+        ({"unusable": "no"}, "nothing is compared, since stored tables cannot be served: no"),
+        ({"reason": "GATE_CLOSED", "mode": "on"}, "since reason differs: SHADOW (rank 0), GATE"),
+    ],
+)
+def test_shadow_compares_only_where_all_ranks_can(change: dict[str, Any], why: str) -> None:
+    plan = make_plan([ballot(0, **OK, **SHADOW), ballot(1, **(OK | SHADOW | change))])
+    assert (plan.action, plan.shadow, plan.publish) == (Action.UNCACHED, False, False)
+    assert why in plan.why
+
+
+def test_shadow_says_before_tuning_that_nothing_can_be_written() -> None:
+    plan = make_plan([ballot(r, **(OK | SHADOW | {"writable": False})) for r in range(2)])
+    assert plan.shadow
+    assert "it will not be kept, since nothing can be written to" in plan.why
+    assert "rank 0's table is compared with it" in plan.why
+
+
 # -- every set of ballots -------------------------------------------------------------------
 
 words = st.sampled_from(["", "x", "y", "x" * 700, "x" * 699 + "y", "ä\n\0"])
@@ -513,8 +539,14 @@ def check_rules(ballots: list[Ballot], plan: Plan) -> None:
         assert plan.action is Action.COLD
         assert plan.tuners == {b.rank for b in ballots}
         assert not any(b.no_sync for b in ballots)
-    if plan.publish or plan.exchange:
+    if (plan.publish and not plan.shadow) or plan.exchange:
         assert plan.action in (Action.WARM, Action.COLD)
+    if plan.shadow:
+        assert plan.action is Action.UNCACHED
+        assert {b.reason for b in ballots} == {"SHADOW"}
+        assert plan.publish == (access != "ro")
+        assert plan.compare == (access != "wo" and bool(ok))
+    assert plan.shadow or not plan.compare
 
 
 @examples
