@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +10,18 @@ from typing import Annotated, Any
 import typer
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from fi_flags.bundle import pack, place_of
 from fi_flags.cli_shared import AsJson, Config, configured, print_json, reported
 from fi_flags.errors import SettingsError, TableError
+from fi_flags.imports import import_files
 from fi_flags.shelf import Doomed, Shelved, look_at, tables, to_prune
+from fi_flags.store import write_whole
 
 __all__ = ["cache"]
 
 cache = typer.Typer(
-    help="Look at stored tables, and remove what is not needed.", no_args_is_help=True
+    help="Look at stored tables, carry them elsewhere, and remove what is not needed.",
+    no_args_is_help=True,
 )
 
 
@@ -123,6 +128,105 @@ def prune(
         for path, why in kept.items():
             typer.echo(f"not removed: {path}: {why}", err=True)
         if kept:
+            raise typer.Exit(TableError.exit_code)
+
+
+@cache.command("export")
+def export_tables(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The file to write.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Tables; all sound ones if not given."),
+    ] = None,
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Write tables into one file, with a manifest and checksums, for an image or another volume."""
+    with reported(as_json=as_json), configured(config) as settings:
+        place = settings.autotune_cache_dir
+        found = [_there(path) for path in paths] if paths else tables(place)
+        sound = [one for one in found if one.found.table is not None]
+        if not sound or (paths and len(sound) < len(found)):
+            bad = [f"{one.path}: {one.found.why or one.found.status.value}" for one in found]
+            raise TableError(
+                f"no sound table under {place}" if not paths else "; ".join(bad),
+                hint="nothing was written; fi-flags cache list shows how each table stands",
+                path=str(place),
+                status="unsound",
+            )
+        if bundle.exists() and not force:
+            raise SettingsError(
+                f"{bundle} is there already",
+                hint="name another file, or give --force",
+                name="BUNDLE",
+                value=str(bundle),
+                source="command line",
+                accepted="a file that is not there yet",
+            )
+        packed: dict[str, bytes] = {}
+        for one in sound:
+            assert one.found.table is not None  # noqa: S101 - those are sound
+            where = place_of(one.found.table, one.path.parent.name, one.path.stem)
+            packed[where] = one.found.table.render()
+        try:
+            write_whole(bundle.absolute(), pack(packed))
+        except OSError as error:
+            text, hint = f"{bundle} cannot be written: {error}", "nothing was written"
+            raise TableError(text, hint=hint, path=str(bundle), status="unwritable") from None
+        left_out = [one for one in found if one.found.table is None and one.path.exists()]
+        document = {
+            "bundle": str(bundle),
+            "bytes": bundle.stat().st_size,
+            "tables": [{"path": name, "bytes": len(data)} for name, data in packed.items()],
+            "left_out": [
+                {"path": str(one.path), "why": one.found.why or one.found.status.value}
+                for one in left_out
+            ],
+        }
+        if as_json:
+            print_json(document)
+            return
+        typer.echo(f"{bundle}: {len(packed)} tables, {document['bytes']} bytes")
+        for one in left_out:
+            typer.echo(f"left out: {one.path}: {one.found.why or one.found.status.value}")
+
+
+@cache.command("import")
+def import_tables(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Bundles, per-rank files of vLLM or SGLang, or directories of such files.",
+        ),
+    ],
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="Set another table in a table's place aside.")
+    ] = False,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Take tables over from a bundle, or from the per-rank files of vLLM 0.32, 0.33 or SGLang.
+
+    A bundle's tables go where they belong. Per-rank files wait for a start in their environment
+    that has no table of its own, and adopts what its calls hit. Exit code 3 if any was refused.
+    """
+    with reported(as_json=as_json), configured(config) as settings:
+        done = import_files(settings.autotune_cache_dir, paths, force=force)
+        document: dict[str, Any] = {
+            "cache_dir": str(settings.autotune_cache_dir),
+            "tables": [dataclasses.asdict(one) for one in done],
+        }
+        if as_json:
+            print_json(document)
+        else:
+            from fi_flags.render import console, render_imports  # noqa: PLC0415
+
+            render_imports(document["tables"], console())
+        if any(one.action == "refused" for one in done):
             raise typer.Exit(TableError.exit_code)
 
 

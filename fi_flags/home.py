@@ -14,7 +14,7 @@ from fi_flags.plan import Plan
 from fi_flags.report import Outcome, TableReport
 from fi_flags.run import Crew
 from fi_flags.store import Store
-from fi_flags.table import Entries, Table, Verdict
+from fi_flags.table import Entries, Status, Table, Verdict
 
 __all__ = ["Home"]
 
@@ -28,12 +28,33 @@ class Home:
         found: What was found there before vote 1.
         stamps: FlashInfer's environment stamps, equal on all ranks.
         about: What the table says of its making, beside its entries.
+        imported: The files that were found in its stead: what the workload hits of them is adopted.
     """
 
     store: Store
     found: Verdict
     stamps: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
+    imported: tuple[Path, ...] = ()
+
+    def offered(self, plan: Plan) -> Table | None:
+        """The table of this rank that the plan brings together with the others', if it has one."""
+        return self.found.table if bool(self.imported) == plan.stored.imported else None
+
+    def quarantine(self, why: str) -> list[Path]:
+        """Set aside what was found; nothing of it is offered any more.
+
+        Returns:
+            Where it went.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        places = [Store(path) for path in self.imported] or [self.store]
+        aside = [moved for place in places if (moved := place.quarantine(why)) is not None]
+        if aside:
+            self.found, self.imported = Verdict(Status.ABSENT), ()
+        return aside
 
     def kept_by(self, crew: Crew, plan: Plan) -> bool:
         """Whether the table on this disk is this rank's to write and to move."""
@@ -54,7 +75,8 @@ class Home:
             return None
         kept: bool | None = None
         if crew.rank in plan.publishers:
-            kept = self.found.table is not None and self.found.table.entries == entries
+            own = None if self.imported else self.found.table
+            kept = own is not None and own.entries == entries
             if plan.publish and not kept:
                 crew.meeting.at("publish")
                 about = self._about(crew, plan, outcome, tallies)
@@ -81,8 +103,11 @@ class Home:
             Outcome.UNCACHED: spent,  # in a shadow, which tunes all as a cold start does
             Outcome.TOPPED_UP: recorded + spent,
         }
+        adopted = {"adopted": [path.name for path in self.imported]}
+        hit = plan.stored.imported and any(tally.loaded for tally in tallies)
         return {
             **self.about,
+            **(adopted if hit else {}),
             "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "host": crew.meeting.ranks.host,
             "ranks": len(plan.members),

@@ -80,11 +80,13 @@ class Stored:
     Attributes:
         digest: Of all its entries.
         cold_seconds: How long the table says its cold start took.
+        imported: Whether it is what imported tables offer, in place of a table of its own.
     """
 
     place: str = ""
     digest: str = ""
     cold_seconds: float = 0.0
+    imported: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def _per_rank_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
         return dataclasses.replace(base, why=f"{alone}; nothing is compared, since {why_not}")
     access = _access(ballots)
     refresh = "" if access is Access.RO else "; what is tuned refreshes the stored table"
-    compare = access is not Access.WO and any(b.table == Status.OK.value for b in ballots)
+    compare = access is not Access.WO and bool(_usable(ballots))
     why = f"{alone}{refresh}" + _unwritable(ballots) * bool(refresh)
     if compare:
         why += f"; rank {_usable(ballots)[0].rank}'s table is compared with it"
@@ -260,7 +262,8 @@ def _access(ballots: Sequence[Ballot]) -> Access:
 
 
 def _usable(ballots: Sequence[Ballot]) -> list[Ballot]:
-    return [b for b in ballots if b.table == Status.OK.value]
+    own = [b for b in ballots if b.table == Status.OK.value]
+    return own or [b for b in ballots if b.table == Status.IMPORTED.value]
 
 
 def _found(ballots: Sequence[Ballot]) -> str:
@@ -312,9 +315,12 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
             publish=publish,
             sync=sync,
         )
-    leader = usable[0].rank
+    first = usable[0]
+    leader, imported = first.rank, first.table == Status.IMPORTED.value
     exchange = len(usable) < len(ballots) or len({b.digest for b in usable}) > 1
-    why = f"rank {leader}'s table of {usable[0].entries} entries"
+    why = f"rank {leader}'s table of {first.entries} entries"
+    if imported:
+        why += f", {first.why}"
     if exchange:
         why += f", brought together with what the others have: {found}"
     tuners = frozenset([leader]) if split is Split.LEADER else base.tuners
@@ -323,7 +329,7 @@ def _cached_plan(base: Plan, ballots: Sequence[Ballot]) -> Plan:
         action=Action.WARM,
         why=why,
         leader=leader,
-        stored=Stored(usable[0].place, usable[0].digest, usable[0].cold_seconds),
+        stored=Stored(first.place, first.digest, first.cold_seconds, imported),
         exchange=exchange,
         tuners=tuners if publish else frozenset(),
         publish=publish,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from structlog.stdlib import BoundLogger
@@ -20,9 +21,11 @@ from fi_flags.errors import FlagsError, SettingsError
 from fi_flags.facts import Facts, gather_facts
 from fi_flags.gates import Gate, load_gates
 from fi_flags.home import Home
+from fi_flags.imports import adoptable
 from fi_flags.ranks import Ranks
 from fi_flags.settings import Access, FlashInferSettings, Mode, off_because, plan_values
 from fi_flags.store import Store, environment_name, plain_identity, workload_name
+from fi_flags.table import Status
 from fi_flags.trial import Trial
 from fi_flags.tuner import PROCESS_GROUP, Snapshot, Tuner
 from fi_flags.workloads import Workload
@@ -146,10 +149,13 @@ def _at_home(
     if not ro and not shadow and trial.recover():
         log.warning(logs.BROUGHT_BACK, path=str(store.path), why="a start without it died too")
     found = store.read(stamps)
+    imported: tuple[Path, ...] = ()
+    if found.status is Status.ABSENT:
+        found, imported = adoptable(store, stamps)
     about = {"workload": {"name": workload.name, **identity}}
-    if found.table is not None:
+    if found.table is not None and not imported:
         about = {**found.table.about, **about}
-    return Home(store, found, stamps, about), trial
+    return Home(store, found, stamps, about, imported), trial
 
 
 def _looks_up(decision: Decision, rank: int) -> bool:

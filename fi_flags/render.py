@@ -157,6 +157,21 @@ def render_doomed(files: Sequence[Mapping[str, Any]], out: Console) -> None:
         out.print(Text(f"  {one['what']}, {one['days']:.1f} days old, {one['bytes']} bytes"))
 
 
+def render_imports(tables: Sequence[Mapping[str, Any]], out: Console) -> None:
+    """Print what became of each file, or each table of a bundle."""
+    for one in tables:
+        out.print(Text(one["source"]), soft_wrap=True)
+        if one["action"] == "refused":
+            said = f"refused: {one['why']}"
+        elif one["action"] == "there":
+            said = f"there already: {one['path']}"
+        else:
+            said = f"taken, {one['entries']} entries: {one['path']}"
+        if one["moved_to"]:
+            said += f"; what was there is now {one['moved_to']}"
+        out.print(Text(f"  {said}"), soft_wrap=True)
+
+
 def render_table(table: Mapping[str, Any], out: Console) -> None:
     """Print one table: where it is from, how it stands, and its entries by op."""
     _print_block(

@@ -9,11 +9,11 @@ group does next follows from all tallies (``plan.py``). Only the loss of a rank 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Protocol
 
 from fi_flags import logs
@@ -27,7 +27,7 @@ from fi_flags.report import Outcome, TableReport
 from fi_flags.run import Crew, Run, attempt, give_back, vote
 from fi_flags.settings import OnFailure
 from fi_flags.shadow import Comparison, history_path, remember
-from fi_flags.table import Entries, Status, Verdict, merge, split_ops
+from fi_flags.table import Entries, merge, split_ops
 from fi_flags.trial import DEATHS, Trial
 from fi_flags.tuner import Snapshot
 
@@ -179,7 +179,7 @@ class LeaderWorker:
         outcome = _outcome(plan, tallies)
         if outcome is Outcome.UNTUNED:
             return Result(outcome, plan, [dataclasses.replace(t, digest="") for t in tallies])
-        entries = merge([run.served, stored])
+        entries = run.served if plan.stored.imported else merge([run.served, stored])
         table = self.home.publish(crew, plan, outcome, entries, tallies)
         return Result(outcome, plan, tallies, table)
 
@@ -189,7 +189,9 @@ class LeaderWorker:
         run.go(tune=crew.rank in plan.tuners, alone=True)
         with attempt() as tried:
             run.count()
-            run.note_served(split_ops(stored, plan.skip_ops)[0])
+            # Of imported tables only what the workload asked for becomes its own.
+            also = () if plan.stored.imported else split_ops(stored, plan.skip_ops)[0]
+            run.note_served(also)
         # Ranks that could not say what they serve differ from all others, so a merge follows.
         return run, vote(crew, run.tally(tried.error)), tried.error
 
@@ -209,15 +211,17 @@ class LeaderWorker:
         self, crew: Crew, plan: Plan, word: str, why: str, *, tuning: bool = True
     ) -> None:
         """Move this disk's table aside, where that is for this rank to do; never raises."""
-        if self.home.found.table is None or not self.home.kept_by(crew, plan):
+        if self.home.offered(plan) is None or not self.home.kept_by(crew, plan):
             return
-        aside: Path | None = None
+        own, aside = not self.home.imported, []
         with attempt() as tried:
-            aside = self.home.store.quarantine(word)
-        if aside is not None:
-            self.home.found = Verdict(Status.ABSENT)
-            self.trial.set_aside(aside, tuning=tuning)
-            crew.log.warning(logs.QUARANTINED, moved_to=str(aside), why=why)
+            aside = self.home.quarantine(word)
+        for moved in aside:
+            crew.log.warning(logs.QUARANTINED, moved_to=str(moved), why=why)
+        if aside and own:
+            self.trial.set_aside(aside[0], tuning=tuning)
+        elif aside:
+            self.trial.end()  # imported tables come back by being imported again
         elif tried.error:
             path = str(self.home.store.path)
             crew.log.warning(logs.NOT_QUARANTINED, path=path, why=tried.error)
@@ -237,7 +241,8 @@ class LeaderWorker:
         """Bring the table to every rank and load it; vote 2 says whether that worked."""
         crew.meeting.at("load")
         undo: Snapshot | None = None
-        own = self.home.found.table.entries if self.home.found.table else {}
+        offered = self.home.offered(plan)
+        own = offered.entries if offered else {}
         stored: Entries = {}
         deaths = 0
         with attempt() as tried:
@@ -263,9 +268,12 @@ class LeaderWorker:
 
     def _begin_trial(self, crew: Crew, plan: Plan) -> int:
         """Mark this disk's table as being tried; how many starts in a row died on it."""
-        if self.home.found.table is None or not self.home.kept_by(crew, plan):
+        offered = self.home.offered(plan)
+        if offered is None or not self.home.kept_by(crew, plan):
             return 0
-        deaths = self.trial.begin(self.home.found.table.about["digest"])
+        with contextlib.suppress(OSError):  # for an imported table there is no place as yet
+            self.home.store.path.parent.mkdir(parents=True, exist_ok=True)
+        deaths = self.trial.begin(offered.about["digest"])
         if 0 < deaths < DEATHS:
             crew.log.warning(logs.START_DIED, path=str(self.home.store.path), starts=deaths)
         return deaths
@@ -323,6 +331,10 @@ def _told(tallies: Sequence[Tally]) -> str:
 def _outcome(plan: Plan, tallies: Sequence[Tally]) -> Outcome:
     if plan.retuned and plan.action is Action.COLD:
         return Outcome.RETUNED
+    if plan.stored.imported and not any(t.loaded for t in tallies):
+        # Nothing of what was imported is this workload's.
+        bare = any(t.missing for t in tallies) and not any(t.tuned for t in tallies)
+        return Outcome.UNTUNED if bare else Outcome.COLD
     if plan.action is Action.WARM:
         return Outcome.TOPPED_UP if any(t.tuned for t in tallies) else Outcome.WARM
     return Outcome.COLD if plan.action is Action.COLD else Outcome.UNTUNED

@@ -56,9 +56,10 @@ _ESCAPE = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{
 
 
 class Status(str, enum.Enum):
-    """What was found where a table should be."""
+    """What was found where a table should be; imported: none, but others of its environment."""
 
     ABSENT = "absent"
+    IMPORTED = "imported"
     UNREADABLE = "unreadable"
     FOREIGN = "foreign"
     EMPTY = "empty"

@@ -286,7 +286,9 @@ def test_write_only_is_cold_though_every_table_is_ok() -> None:
     assert plan.publish
 
 
-@pytest.mark.parametrize("status", [s.value for s in Status if s is not Status.OK])
+@pytest.mark.parametrize(
+    "status", [s.value for s in Status if s not in (Status.OK, Status.IMPORTED)]
+)
 def test_read_only_without_an_ok_table_is_untuned_and_says_what_was_found(status: str) -> None:
     one = ballot(0, cache_access="ro", table=status, why="because")
     plan = make_plan([one, ballot(1, cache_access="ro")])
@@ -336,7 +338,9 @@ def test_split_leader_lets_one_rank_tune(table: dict[str, Any], leader: int) -> 
 # -- rule 7: cold ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [s.value for s in Status if s is not Status.OK])
+@pytest.mark.parametrize(
+    "status", [s.value for s in Status if s not in (Status.OK, Status.IMPORTED)]
+)
 def test_no_ok_table_is_cold_and_says_what_was_found(status: str) -> None:
     plan = make_plan([ballot(0), ballot(1, table=status, why="because")])
     assert (plan.action, plan.reason) == (Action.COLD, Reason.OPERATOR_ON)
@@ -508,7 +512,8 @@ def test_every_plan_of_two_ranks_that_agree_keeps_to_the_rules() -> None:
 
 def check_rules(ballots: list[Ballot], plan: Plan) -> None:
     access = ballots[0].settings["autotune_cache_access"]
-    ok = {b.rank for b in ballots if b.table == "ok"}
+    kinds = [{b.rank for b in ballots if b.table == kind} for kind in ("ok", "imported")]
+    ok = kinds[0] or kinds[1]
     cached = plan.action in (Action.WARM, Action.COLD, Action.UNTUNED)
 
     assert (plan.action is Action.FAIL) == any(b.error for b in ballots)
@@ -518,6 +523,7 @@ def check_rules(ballots: list[Ballot], plan: Plan) -> None:
     assert plan.skip_ops == gated | {op for b in ballots for op in b.settings["autotune_skip_ops"]}
     if plan.action is Action.WARM:
         assert plan.leader == min(ok)
+        assert plan.stored.imported == (not kinds[0])
         assert access != "wo"
         digests = {b.digest for b in ballots if b.rank in ok}
         assert plan.exchange == (len(digests) > 1 or len(ok) < len(ballots))
