@@ -38,6 +38,7 @@ __all__ = [
     "read_plans",
 ]
 
+_LONGEST = 600  # every stamp of another environment's table, as a ballot holds it
 _INVALID = Reason.INVALID_SETTING.value
 _SPOILT = {Status.SUSPECT.value, Status.UNREADABLE.value, Status.FOREIGN.value}
 
@@ -267,7 +268,8 @@ def _usable(ballots: Sequence[Ballot]) -> list[Ballot]:
 
 
 def _found(ballots: Sequence[Ballot]) -> str:
-    return _grouped([(b.rank, b.table + (f" ({b.why})" if b.why else "")) for b in ballots])
+    found = [(b.rank, b.table + (f" ({b.why})" if b.why else "")) for b in ballots]
+    return _grouped(found, _LONGEST)
 
 
 def _without(plan: Plan, ballots: Sequence[Ballot]) -> dict[str, str]:
@@ -448,12 +450,12 @@ def _unusable(ballots: Sequence[Ballot]) -> str:
     return "; ".join(differing)
 
 
-def _grouped(values: Sequence[tuple[int, Any]]) -> str:
+def _grouped(values: Sequence[tuple[int, Any]], limit: int = 200) -> str:
     """Values with the ranks that hold them: ``on (ranks 0-2), off (rank 3)``."""
     holders: dict[str, list[int]] = {}
     for rank, value in values:
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        holders.setdefault(cut(text), []).append(rank)
+        holders.setdefault(cut(text, limit), []).append(rank)
     return ", ".join(f"{text} ({_ranks(ranks)})" for text, ranks in holders.items())
 
 

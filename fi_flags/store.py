@@ -91,7 +91,7 @@ class Store:
         """Read and judge the table; what is wrong with it is the verdict, never an exception."""
         try:
             data = read_regular(self.path, MAX_BYTES)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return Verdict(Status.ABSENT)
         except (OSError, ValueError) as error:
             return Verdict(Status.UNREADABLE, why=str(error))

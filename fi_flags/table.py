@@ -146,9 +146,11 @@ def judge(data: bytes, stamps: Mapping[str, str]) -> Verdict:
         table = parse(data)
     except ValueError as error:
         return Verdict(Status.SUSPECT, why=_short(str(error), 200))
+    there = {name: str(table.stamps.get(name)) for name in stamps}
     differing = {
-        name: f"{name} is {_short(str(table.stamps.get(name)))} there, {_short(current)} here"
-        for name, current in stamps.items()
+        name: f"{name} is {_short(there[name], 40)} there, {_short(current, 40)} here"
+        # The GPU first, which tells most: what is long may be cut at its end.
+        for name, current in sorted(stamps.items(), key=lambda stamp: stamp[0] != "gpu")
         if table.stamps.get(name) not in (current, "*")
     }
     if differing:

@@ -649,10 +649,10 @@ class Tuner:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Hold back FlashInfer's progress bars and what it logs below a warning."""
+        """Hold back FlashInfer's progress bars, what it logs below a warning, and repetitions."""
         module = sys.modules[type(self._tuner).__module__]
         logger, bars = getattr(module, "logger", None), getattr(module, "tqdm", None)
-        only_warnings = _WarningsOnly()  # an object of our own: removing it leaves others' alone
+        only_warnings = _WarningsOnce()  # an object of our own: removing it leaves others' alone
         if logger is not None:
             logger.addFilter(only_warnings)
         if isinstance(bars, types.ModuleType):
@@ -764,9 +764,18 @@ class _NoBar:
         pass
 
 
-class _WarningsOnly(logging.Filter):
+class _WarningsOnce(logging.Filter):
+    """Lets warnings pass, each text once: memory may run out in every profile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
+        text = record.getMessage()
+        new = record.levelno >= logging.WARNING and text not in self._said
+        self._said.add(text)
+        return new
 
 
 def _copied(tuner: Any, name: str) -> Any:  # noqa: ANN401

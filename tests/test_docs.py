@@ -365,3 +365,9 @@ def test_the_only_reminder_in_the_code_is_the_one_beside_the_default() -> None:
 def test_every_page_that_is_checked_is_every_page_there_is() -> None:
     there = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")}
     assert {str(path.relative_to(ROOT)) for path in there} == set(PAGES)
+
+
+def test_every_reported_failure_has_a_test_of_its_name() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "tests" / "faults").glob("test_*.py"))
+    named = set(re.findall(r"^def test_(f\d\d)_", text, re.MULTILINE))
+    assert named == {f"f{number:02}" for number in range(1, 37)}

@@ -1,0 +1,34 @@
+"""A scene for each test, on tuners whose costs the test may set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.scene import Scene
+from tests.toy import own_tuners
+
+Cost = Callable[[int, str, Any], float]
+
+
+class Costs:
+    """Milliseconds by rank, runner class and tactic; a test replaces ``by``."""
+
+    by: Cost = staticmethod(lambda _rank, name, tactic: len(name) + tactic)
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    found = Costs()
+    with own_tuners(monkeypatch, lambda *call: found.by(*call)):  # noqa: PLW0108 - replaced later
+        yield found
+
+
+@pytest.fixture
+def scene(tmp_path: Path, caplog: pytest.LogCaptureFixture, costs: Costs) -> Scene:  # noqa: ARG001
+    place = tmp_path / "place"
+    place.mkdir()
+    return Scene(place, caplog)
