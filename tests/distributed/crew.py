@@ -6,10 +6,12 @@ came to in a JSON file. The test hosts the store, as ``torchrun``'s agent does.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,17 +25,25 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does, and where: before the forward, at an op of it, or after it."""
+    """What one rank does, and where: before the warm-up, or somewhere in it.
+
+    Attributes:
+        where: ``before``; the name of an op; ``after`` the forward; ``phase:run``, when that phase
+            begins; or ``vote:2``, when that vote does.
+        how: ``raise``, ``die``, ``kill`` or ``stall``.
+    """
 
     rank: int
-    where: str  # "before", the name of an op, or "after"
-    how: str  # "raise", "die", "stall"
+    where: str
+    how: str
 
     def strike(self) -> None:
         if self.how == "raise":
             raise ValueError("boom")
         if self.how == "die":
             os._exit(139)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
 
 
@@ -139,7 +149,27 @@ class Crew:
         ]
 
 
-def work(orders: Orders) -> None:
+def _arm(fault: Fault) -> None:
+    """Let the fault strike when this process comes to its phase or vote."""
+    from fi_flags.ranks import Meeting, Talk  # noqa: PLC0415
+
+    kind, _, name = fault.where.partition(":")
+    at, vote, votes = Meeting.at, Talk.vote, itertools.count(1)
+
+    def at_or_strike(meeting: Meeting, phase: str) -> None:
+        if (kind, name) == ("phase", phase):
+            fault.strike()
+        at(meeting, phase)
+
+    def vote_or_strike(talk: Talk, *args: Any) -> Any:
+        if kind == "vote" and next(votes) == int(name):
+            fault.strike()
+        return vote(talk, *args)
+
+    Meeting.at, Talk.vote = at_or_strike, vote_or_strike  # type: ignore[method-assign, assignment]
+
+
+def work(orders: Orders) -> None:  # noqa: C901 - one process, from end to end
     """One rank, in its own process."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
@@ -168,6 +198,9 @@ def work(orders: Orders) -> None:
         world_size=orders.world,
     )
     fault = orders.fault if orders.fault and orders.fault.rank == orders.rank else None
+
+    if fault:
+        _arm(fault)
 
     def between(op: str) -> None:
         if fault and op == OP_PREFIX + fault.where:
