@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RANKS  ?= 2
 
-.PHONY: run test full lint types unit generate compat clean
+.PHONY: run test full soak lint types unit generate compat clean
 
 run: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" RANKS=$(RANKS) sh docs/demo.sh
@@ -15,6 +15,10 @@ test: lint types unit
 
 full: lint types
 	$(MAKE) unit PYTEST_ARGS="-m ''"
+
+# Random faults, start after start; the seed is printed, and SOAK_ARGS="--seed N" runs it again.
+soak: $(STAMP)
+	$(BIN)/python -m tests.distributed.soak $(SOAK_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
