@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import lzma
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -19,14 +21,17 @@ from typing import Any, Final
 from fi_flags.store import environment_name
 from fi_flags.table import MAX_BYTES, Status, Table, Verdict, judge, parse
 
-__all__ = ["MAX_BUNDLE_BYTES", "is_bundle", "pack", "place_of", "unpack"]
+__all__ = ["MAX_BUNDLE_BYTES", "is_bundle", "pack", "place_of", "unpack", "unplaced"]
 
 MAX_BUNDLE_BYTES: Final = 1024 * 1024 * 1024
 _MANIFEST: Final = "manifest.json"
 _SCHEMA: Final = 1
 _MOST_TABLES: Final = 10_000
 # What zipfile raises for what is broken, encrypted, or packed in a way that it does not know.
-_BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError)
+_BROKEN = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(NotImplementedError, RuntimeError, EOFError, OSError, OverflowError),
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,150}")
 _PARTS = 4  # v1/<environment>/<workload>/<group>.json
 
@@ -34,6 +39,15 @@ _PARTS = 4  # v1/<environment>/<workload>/<group>.json
 def place_of(table: Table, workload: str, group: str) -> str:
     """Where a table lies below a cache directory."""
     return f"v1/{environment_name(table.stamps)}/{workload}/{group}.json"
+
+
+def unplaced(table: Table) -> str:
+    """Why a table has no place, since it does not say where it was made; empty if it does."""
+    for name in ("flashinfer_version", "gpu"):
+        stamp = table.stamps.get(name)
+        if not isinstance(stamp, str) or stamp in ("", "*"):
+            return f"it does not say in which environment it was made: no {name}"
+    return ""
 
 
 def pack(tables: Mapping[str, bytes]) -> bytes:
@@ -81,6 +95,8 @@ def unpack(data: bytes) -> dict[str, tuple[bytes, Verdict]]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             sizes = {member.filename: member.file_size for member in archive.infolist()}
+            if sum(sizes.values()) > MAX_BUNDLE_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_BUNDLE_BYTES} bytes")
             listed = _listed(_read(archive, sizes, _MANIFEST))
             return {
                 place: _judged(archive, sizes, place, checksum)
@@ -117,13 +133,16 @@ def _judged(
         return b"", _bad(str(error))
     found = judge(data, {})
     if hashlib.sha256(data).hexdigest() != checksum:
-        return data, _bad("it does not match its checksum")
+        return b"", _bad("it does not match its checksum")
     if found.table is not None:
+        unsaid = unplaced(found.table)
+        if unsaid:
+            return b"", _bad(unsaid)
         parts = PurePosixPath(place).parts
         right = len(parts) == _PARTS and all(_NAME.fullmatch(part) for part in parts)
         if not right or place_of(found.table, parts[2], parts[3].removesuffix(".json")) != place:
-            return data, _bad("it lies elsewhere than its environment says")
-    return data, found
+            return b"", _bad("it lies elsewhere than its environment says")
+    return (data if found.table else b""), found
 
 
 def _bad(why: str) -> Verdict:

@@ -67,6 +67,13 @@ def verify(
         found = [_there(path) for path in paths] if paths else tables(place)
         # What was set aside already is no table any more.
         found = [one for one in found if one.path.exists() or one.path.is_symlink()]
+        if not paths and not place.is_dir():
+            raise TableError(
+                f"there is no directory {place}",
+                hint="VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR names it; a first start makes it",
+                path=str(place),
+                status="absent",
+            )
         _print(found, place, as_json=as_json)
         if not all(one.sound for one in found):
             raise typer.Exit(TableError.exit_code)
@@ -113,7 +120,7 @@ def prune(
             from fi_flags.render import console, render_doomed  # noqa: PLC0415
 
             render_doomed([one.to_json() for one in chosen], console())
-        agreed = yes or bool(chosen and not as_json and typer.confirm("Remove them?"))
+        agreed = yes or (bool(chosen) and _asked(as_json=as_json))
         removed, kept = _remove(chosen) if agreed else ([], {})
         if as_json:
             print_json(
@@ -169,6 +176,13 @@ def export_tables(
         for one in sound:
             assert one.found.table is not None  # noqa: S101 - those are sound
             where = place_of(one.found.table, one.path.parent.name, one.path.stem)
+            if where in packed:
+                raise TableError(
+                    f"{one.path} has the same place in a bundle as another table: {where}",
+                    hint="nothing was written; export them into bundles of their own",
+                    path=str(one.path),
+                    status="ambiguous",
+                )
             packed[where] = one.found.table.render()
         try:
             write_whole(bundle.absolute(), pack(packed))
@@ -228,6 +242,24 @@ def import_tables(
             render_imports(document["tables"], console())
         if any(one.action == "refused" for one in done):
             raise typer.Exit(TableError.exit_code)
+
+
+def _asked(*, as_json: bool) -> bool:
+    """Whether a person says yes; where none can be asked, that is said."""
+    if as_json:
+        typer.echo("nothing was removed: give --yes", err=True)
+        return False
+    try:
+        return typer.confirm("Remove them?")
+    except typer.Abort:
+        raise SettingsError(
+            "nobody is there to be asked, so nothing was removed",
+            hint="give --yes to remove them without asking",
+            name="prune",
+            value="",
+            source="command line",
+            accepted="--yes",
+        ) from None
 
 
 def _versions(text: str | None) -> SpecifierSet | None:

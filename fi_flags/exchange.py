@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fi_flags.ranks import Talk
-from fi_flags.table import MAX_BYTES, Entries, content_digest, surplus, unanswered
+from fi_flags.table import MAX_BYTES, Entries, chosen, content_digest, surplus, unanswered
 
 __all__ = ["exchange"]
 
@@ -48,11 +48,10 @@ def exchange(
             raise ValueError("the leader's table arrived with another digest than it voted")
         if rank == leader:
             return {}
-        return (
-            surplus(lead["entries"], own)
-            if sites is None
-            else unanswered(lead["entries"], own, sites)
-        )
+        # What the leader gave up, another rank may have a tactic for.
+        base, mine = chosen(lead["entries"]), chosen(own)
+        more = surplus(base, mine) if sites is None else unanswered(base, mine, sites)
+        return {**surplus([*base, *more], own), **more}
 
     parts = talk.gather(leader, _part(beyond, error or first["error"]))
     rest = talk.share(
@@ -60,7 +59,8 @@ def exchange(
     )
     if rest["error"]:
         raise ValueError(rest["error"])
-    return {**lead["entries"], **rest["entries"]}
+    found = {**chosen(lead["entries"]), **chosen(rest["entries"])}
+    return {**surplus(found, {**rest["entries"], **lead["entries"]}), **found}
 
 
 def _part(entries: Callable[[], Entries], error: str = "") -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _part(entries: Callable[[], Entries], error: str = "") -> dict[str, Any]:
 
 
 def _together(members: Sequence[int], parts: list[dict[str, Any]]) -> Entries:
-    """What the leader's table lacks, from all ranks, the lowest rank's entry for each key."""
+    """What the leader's table lacks, from all ranks: for each key the lowest rank's tactic."""
     errors = [
         f"rank {rank}: {part['error']}"
         for rank, part in zip(members, parts, strict=True)
@@ -87,6 +87,6 @@ def _together(members: Sequence[int], parts: list[dict[str, Any]]) -> Entries:
     if errors:
         raise ValueError("; ".join(errors))
     entries: Entries = {}
-    for part in parts:
-        entries = {**part["entries"], **entries}
+    for found in [*(chosen(part["entries"]) for part in parts), *(p["entries"] for p in parts)]:
+        entries = {**found, **entries}
     return entries

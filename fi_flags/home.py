@@ -29,6 +29,7 @@ class Home:
         stamps: FlashInfer's environment stamps, equal on all ranks.
         about: What the table says of its making, beside its entries.
         imported: The files that were found in its stead: what the workload hits of them is adopted.
+        aside: Where what was found went, by its place, if this start set it aside.
     """
 
     store: Store
@@ -36,25 +37,24 @@ class Home:
     stamps: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     imported: tuple[Path, ...] = ()
+    aside: dict[Path, Path] = field(default_factory=dict)
 
     def offered(self, plan: Plan) -> Table | None:
         """The table of this rank that the plan brings together with the others', if it has one."""
         return self.found.table if bool(self.imported) == plan.stored.imported else None
 
-    def quarantine(self, why: str) -> list[Path]:
+    def quarantine(self, why: str) -> None:
         """Set aside what was found; nothing of it is offered any more.
-
-        Returns:
-            Where it went.
 
         Raises:
             OSError: It cannot be renamed.
         """
-        places = [Store(path) for path in self.imported] or [self.store]
-        aside = [moved for place in places if (moved := place.quarantine(why)) is not None]
-        if aside:
+        for place in [Store(path) for path in self.imported] or [self.store]:
+            moved = place.quarantine(why)
+            if moved is not None:
+                self.aside[place.path] = moved
+        if self.aside:
             self.found, self.imported = Verdict(Status.ABSENT), ()
-        return aside
 
     def kept_by(self, crew: Crew, plan: Plan) -> bool:
         """Whether the table on this disk is this rank's to write and to move."""

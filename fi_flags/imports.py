@@ -7,6 +7,7 @@ calls hit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from fi_flags.bundle import MAX_BUNDLE_BYTES, is_bundle, place_of, unpack
+from fi_flags.bundle import MAX_BUNDLE_BYTES, is_bundle, place_of, unpack, unplaced
+from fi_flags.shadow import history_path
 from fi_flags.store import Store, read_regular, write_whole
-from fi_flags.table import Entries, Status, Table, Verdict, content_digest, merge, parse
+from fi_flags.table import (
+    MAX_BYTES,
+    Entries,
+    Status,
+    Table,
+    Verdict,
+    content_digest,
+    judge,
+    merge,
+    parse,
+)
 
 Bundled: TypeAlias = dict[str, tuple[bytes, Verdict]]
 
@@ -81,17 +93,25 @@ def _read(path: Path) -> Table | Bundled | str:
     """A per-rank table, the tables of a bundle, or why it is neither."""
     try:
         data = read_regular(path, MAX_BUNDLE_BYTES)
-        return unpack(data) if is_bundle(data) else _of_rank(data)
+    except FileNotFoundError:
+        return "there is no such file"
     except (OSError, ValueError) as error:
-        return str(error)
+        if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+            return "there are no per-rank files of vLLM or SGLang in this directory"
+        return f"it cannot be read: {error}"
+    try:
+        return unpack(data) if is_bundle(data) else _of_rank(data)
+    except ValueError as error:
+        return f"neither a bundle nor a table in FlashInfer's format: {error}"
 
 
 def _files(sources: Sequence[Path]) -> Iterator[Path]:
     """The files that sources stand for; a directory is searched."""
     for source in sources:
         found = [source]
-        if source.is_dir():
-            found = [path for path in source.rglob("*.json") if _RANK_FILE.fullmatch(path.name)]
+        with contextlib.suppress(OSError):  # reading it will say what is wrong
+            if source.is_dir():
+                found = [path for path in source.rglob("*.json") if _RANK_FILE.fullmatch(path.name)]
         # A directory without any is refused as the directory that it is.
         yield from sorted(found) or [source]
 
@@ -110,10 +130,13 @@ def _of_rank(data: bytes) -> Table:
     table = parse(data)
     if not table.entries:
         raise ValueError("no entries")
-    for name in ("flashinfer_version", "gpu"):
-        stamp = table.stamps.get(name)
-        if not isinstance(stamp, str) or stamp in ("", "*"):
-            raise ValueError(f"it does not say in which environment it was made: no {name}")
+    unsaid = unplaced(table)
+    if unsaid:
+        raise ValueError(unsaid)
+    if table.about:  # one of ours: then it must be sound
+        found = judge(data, {})
+        if found.table is None:
+            raise ValueError(found.why)
     return table
 
 
@@ -128,12 +151,15 @@ def _take_ranks(cache_dir: Path, ranks: Sequence[tuple[Path, Table]]) -> list[Ta
     place = cache_dir / place_of(table, WAITING, content_digest(entries)[:16])
     there = place.is_file() and Store(place).read(table.stamps).status is Status.OK
     action, why = "there" if there else "taken", ""
-    if not there:
+    data = table.render()
+    if len(data) > MAX_BYTES:
+        action, why = "refused", f"together they have {len(data)} bytes, more than {MAX_BYTES}"
+    elif not there:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(place, table.render())
-        except OSError as error:
-            action, why = "refused", str(error)
+            _make(cache_dir, place.parent)
+            write_whole(place, data)
+        except (OSError, ValueError) as error:
+            action, why = "refused", _unwritten(cache_dir, error)
     return [
         Taken(str(path), action, "" if why else str(place), len(one.entries), why)
         for path, one in ranks
@@ -147,18 +173,37 @@ def _take_bundle(cache_dir: Path, path: Path, tables: Bundled, *, force: bool) -
         if found.table is None:
             done.append(Taken(source, "refused", why=found.why or found.status.value))
             continue
-        done.append(_put(Store(cache_dir / place), source, content, found.table, force=force))
+        done.append(_put(cache_dir, place, source, content, found.table, force=force))
     return done
 
 
-def _put(store: Store, source: str, content: bytes, table: Table, *, force: bool) -> Taken:
+def _make(cache_dir: Path, directory: Path) -> None:
+    """Make a directory below the cache directory.
+
+    Raises:
+        OSError: It cannot be made.
+        ValueError: A link leads out of the cache directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.resolve().is_relative_to(cache_dir.resolve()):
+        raise ValueError(f"{directory} leads out of the cache directory")
+
+
+def _unwritten(cache_dir: Path, error: Exception) -> str:
+    where = f"the cache directory {cache_dir} cannot be written: " * isinstance(error, OSError)
+    return f"{where}{error}"
+
+
+def _put(
+    cache_dir: Path, place: str, source: str, content: bytes, table: Table, *, force: bool
+) -> Taken:
     """Write a table where none is; what is there and is another makes way only if it must."""
-    size = len(table.entries)
+    size, store = len(table.entries), Store(cache_dir / place)
     try:
-        store.path.parent.mkdir(parents=True, exist_ok=True)
+        _make(cache_dir, store.path.parent)
         action, moved = _written(store, content, table, force=force)
     except (OSError, ValueError) as error:
-        return Taken(source, "refused", entries=size, why=str(error))
+        return Taken(source, "refused", entries=size, why=_unwritten(cache_dir, error))
     return Taken(source, action, str(store.path), size, moved_to=moved)
 
 
@@ -174,8 +219,23 @@ def _written(store: Store, content: bytes, table: Table, *, force: bool) -> tupl
                 found = f"{there.status.value}, {size} entries"
                 raise ValueError(f"another table is there ({found}): {store.path}; see --force")
             moved = store.quarantine("replaced")
-        write_whole(store.path, content)
+        try:
+            write_whole(store.path, content)
+        except OSError:
+            if moved is not None:
+                store.bring_back(moved)
+            raise
+        with contextlib.suppress(OSError):  # it was of the table that is no longer here
+            history_path(store.path).unlink(missing_ok=True)
     return "taken", str(moved or "")
+
+
+def _newest(directory: Path) -> list[Path]:
+    found: list[tuple[float, Path]] = []
+    for path in directory.glob("*.json"):
+        with contextlib.suppress(OSError):  # someone pruned it
+            found.append((path.lstat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:_MOST_WAITING]]
 
 
 def adoptable(store: Store, stamps: Mapping[str, str]) -> tuple[Verdict, tuple[Path, ...]]:
@@ -190,7 +250,7 @@ def adoptable(store: Store, stamps: Mapping[str, str]) -> tuple[Verdict, tuple[P
     """
     waiting = store.path.parent.parent / WAITING
     sound: list[tuple[str, str, Path, Entries]] = []
-    for path in sorted(waiting.glob("*.json"))[:_MOST_WAITING]:
+    for path in _newest(waiting):
         table = Store(path).read(stamps).table
         if table is not None:
             sound.append((str(table.about.get("written")), path.name, path, table.entries))

@@ -215,7 +215,7 @@ def _kept(table: Mapping[str, Any]) -> str:
 
 def _compared(found: Mapping[str, Any]) -> str:
     text = f"{found['equal']} of {found['compared']} keys are tuned as the table has them"
-    parts = [f"{found[name]} {name}" for name in ("different", "missing") if found[name]]
+    parts = [_differing(found)] if found["different"] or found["missing"] else []
     parts.append(f"loading would have saved {found['saved_seconds']:.2f} seconds")
     return "; ".join([text, *parts])
 
@@ -223,7 +223,12 @@ def _compared(found: Mapping[str, Any]) -> str:
 def _shadowed(summary: Mapping[str, Any]) -> str:
     starts = f"agreed in {summary['agreed']} of {summary['starts']} starts"
     keys = f"{summary['equal']} of {summary['compared']} keys were equal"
-    return f"{starts}; {keys}, {summary['different']} different, {summary['missing']} missing"
+    return f"{starts}; {keys}, {_differing(summary)}"
+
+
+def _differing(found: Mapping[str, Any]) -> str:
+    different = f"{found['different']} different, {found['slower']} of them slower"
+    return f"{different}, {found['missing']} missing"
 
 
 def _seconds(report: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from fi_flags.ballots import Tally
 from fi_flags.errors import RanksError
 from fi_flags.plan import Action, Plan
 from fi_flags.ranks import Meeting, Talk
-from fi_flags.shadow import Comparison, compare
+from fi_flags.shadow import Comparison, Timed, compare
 from fi_flags.table import Entries, op_of, serving_digest
 from fi_flags.tuner import KEEP_GROUP, Counts, OnStep, Pass, Snapshot, Tuner
 from fi_flags.workloads import Workload
@@ -83,6 +83,7 @@ class Run:
                     skip_ops=self._plan.skip_ops,
                     group=group if alone else KEEP_GROUP,
                     on_step=self._step,
+                    opens_itself=getattr(crew.workload, "tunes_itself", False),
                 ) as seen,
             ):
                 crew.workload.run()
@@ -92,16 +93,18 @@ class Run:
             self._dead = crew.tuner.dead()
             crew.meeting.fail(error, trial=trial and not self._dead)
         self._seconds = round(time.perf_counter() - began, 3)
+        with attempt():  # for the trace only
+            self._trace(seen)
+
+    def _trace(self, seen: Pass | None) -> None:
         for one in seen.tuned if seen else ():
             call = seen.form.file_key(one.site[0]) if seen and one.site else ""
-            crew.meeting.timeline.add(
-                "profile",
-                op_of(call) or "tuning",
-                one.began,
-                one.ended,
-                call=call,
-                tactics=one.tactics,
-            )
+            name, details = op_of(call) or "tuning", {"call": call, "tactics": one.tactics}
+            self._crew.meeting.timeline.add("profile", name, one.began, one.ended, **details)
+
+    def unload(self, stored: Entries) -> None:
+        """Forget what was loaded and not asked for; after ``note_served``."""
+        self._crew.tuner.unload(stored.keys() - self.served.keys())
 
     def count(self) -> None:
         """Take note of what the run loaded, tuned and missed; before anything is settled."""
@@ -132,7 +135,7 @@ class Run:
         if self._seen is not None:
             form = self._seen.form
             timed = [
-                ([form.file_key(key) for key in one.site], one.ended - one.began)
+                Timed([form.file_key(key) for key in one.site], one.ended - one.began, one.times)
                 for one in self._seen.tuned
             ]
             self._shadow = compare(self.served, stored, timed)

@@ -27,6 +27,7 @@ from fi_flags.report import Outcome, TableReport
 from fi_flags.run import Crew, Run, attempt, give_back, vote
 from fi_flags.settings import OnFailure
 from fi_flags.shadow import Comparison, history_path, remember
+from fi_flags.store import Store
 from fi_flags.table import Entries, merge, split_ops
 from fi_flags.trial import DEATHS, Trial
 from fi_flags.tuner import Snapshot
@@ -192,6 +193,8 @@ class LeaderWorker:
             # Of imported tables only what the workload asked for becomes its own.
             also = () if plan.stored.imported else split_ops(stored, plan.skip_ops)[0]
             run.note_served(also)
+            if plan.stored.imported:  # it was not on trial
+                run.unload(stored)
         # Ranks that could not say what they serve differ from all others, so a merge follows.
         return run, vote(crew, run.tally(tried.error)), tried.error
 
@@ -213,29 +216,29 @@ class LeaderWorker:
         """Move this disk's table aside, where that is for this rank to do; never raises."""
         if self.home.offered(plan) is None or not self.home.kept_by(crew, plan):
             return
-        own, aside = not self.home.imported, []
+        own = not self.home.imported
         with attempt() as tried:
-            aside = self.home.quarantine(word)
-        for moved in aside:
+            self.home.quarantine(word)
+        for moved in self.home.aside.values():
             crew.log.warning(logs.QUARANTINED, moved_to=str(moved), why=why)
-        if aside and own:
-            self.trial.set_aside(aside[0], tuning=tuning)
-        elif aside:
-            self.trial.end()  # imported tables come back by being imported again
+        if self.home.aside and own:
+            self.trial.set_aside(self.home.aside[self.home.store.path], tuning=tuning)
+        elif self.home.aside:
+            self.trial.end()  # it knows of one place, the table's own
         elif tried.error:
             path = str(self.home.store.path)
             crew.log.warning(logs.NOT_QUARANTINED, path=path, why=tried.error)
 
     def _acquit(self, crew: Crew) -> None:
         """The workload failed without the table too, so the table comes back."""
-        if self.trial.aside is not None:
+        moved = dict(self.home.aside)
+        if self.trial.aside is not None:  # perhaps by an earlier start, which died
+            moved[self.home.store.path] = self.trial.aside
+        for path, aside in moved.items():
             with attempt() as tried:
-                self.home.store.bring_back(self.trial.aside)
-            path, why = (
-                str(self.home.store.path),
-                tried.error or "the workload fails without it too",
-            )
-            crew.log.warning(logs.BROUGHT_BACK, path=path, why=why)
+                Store(path).bring_back(aside)
+            why = tried.error or "the workload fails without it too"
+            crew.log.warning(logs.BROUGHT_BACK, path=str(path), why=why)
 
     def _load(self, crew: Crew, plan: Plan) -> tuple[Plan, Entries, Snapshot | None]:
         """Bring the table to every rank and load it; vote 2 says whether that worked."""

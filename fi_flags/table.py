@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 __all__ = [
+    "DEFAULT_TACTIC",
     "MAX_BYTES",
     "SCHEMA",
     "Entries",
     "Status",
     "Table",
     "Verdict",
+    "chosen",
     "content_digest",
     "judge",
     "merge",
@@ -31,6 +33,7 @@ __all__ = [
     "parse",
     "rival_key",
     "serving_digest",
+    "spelt",
     "split_ops",
     "surplus",
     "unanswered",
@@ -38,6 +41,9 @@ __all__ = [
 
 Entries: TypeAlias = dict[str, list[Any]]
 """File key to ``[runner, tactic]``, from some releases on with a policy and a timing record."""
+
+DEFAULT_TACTIC = -1
+"""What FlashInfer serves where it has no tactic: the first runner's own choice."""
 
 SCHEMA = 1
 MAX_BYTES = 16 * 1024 * 1024
@@ -47,6 +53,7 @@ _BLOCK = "fi_flags"
 _METADATA = "_metadata"
 _NOT_ENTRIES = (_METADATA, "_records", "_generation")
 _MAX_DEPTH = 32
+_LONGEST_S = 1e9  # decades; a larger integer may be none that a float can hold
 
 # FlashInfer's file key is str((op, runner, profile, extras)): two quoted names, then the rest.
 _NAME = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
@@ -81,7 +88,7 @@ class Table:
         seconds = self.about.get("cold_seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             return 0.0
-        return max(0.0, float(seconds))
+        return float(min(max(0, seconds), _LONGEST_S))
 
     def render(self) -> bytes:
         """The file's bytes: FlashInfer's format, metadata first, keys sorted, our digest fresh."""
@@ -174,6 +181,11 @@ def op_of(key: str) -> str:
     return _unquote(match["op"]) if match else ""
 
 
+def spelt(runner: str, tactic: Any) -> str:  # noqa: ANN401 - a tactic is whatever its runner likes
+    """A runner's tactic as one text, the same whether it comes from a file or from memory."""
+    return json.dumps([runner, tactic])
+
+
 def rival_key(key: str) -> str:
     """What two file keys share when they answer the same call: all but the runner.
 
@@ -209,12 +221,20 @@ def unanswered(
 def merge(tables: Iterable[Entries]) -> Entries:
     """One table from several: for each call the first table that answers it wins, whole.
 
-    Give the leader's table first, then the others in the order of their ranks.
+    Give the leader's table first, then the others in the order of their ranks. FlashInfer's default
+    in place of a tactic is no answer, so it wins only where no table has one.
     """
+    tables = list(tables)
     merged: Entries = {}
-    for entries in tables:
+    for entries in [*(chosen(entries) for entries in tables), *tables]:
         merged.update(surplus(merged, entries))
     return merged
+
+
+def chosen(entries: Entries) -> Entries:
+    """The entries of calls that have a tactic; the others were given up (``Tuner.give_up``)."""
+    calls = {rival_key(key) for key, entry in entries.items() if entry[1] != DEFAULT_TACTIC}
+    return {key: entry for key, entry in entries.items() if rival_key(key) in calls}
 
 
 def split_ops(entries: Entries, ops: Collection[str]) -> tuple[Entries, Entries]:

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 
 from fi_flags.errors import TunerError
 from fi_flags.keys import KeyFormat, extras_of, runner_of
-from fi_flags.table import Entries, Table, parse, rival_key
+from fi_flags.table import DEFAULT_TACTIC, Entries, Table, parse, rival_key, spelt
 
 __all__ = ["KEEP_GROUP", "Counts", "Pass", "Snapshot", "Tuner", "tuner_per_thread", "wall_clock"]
 
@@ -119,12 +119,20 @@ class Counts:
 
 @dataclass
 class Tuned:
-    """The tuning of one call: when, by ``time.perf_counter``, and how many tactics were timed."""
+    """The tuning of one call.
+
+    Attributes:
+        began: By ``time.perf_counter``.
+        ended: Likewise.
+        times: Milliseconds of each tactic that ran, by ``spelt``.
+        tactics: How many were tried.
+    """
 
     site: Site
     began: float
-    ended: float
-    tactics: int = 1
+    ended: float = 0.0
+    times: dict[str, float] = field(default_factory=dict)
+    tactics: int = 0
 
 
 @dataclass
@@ -279,6 +287,7 @@ class Tuner:
         skip_ops: Collection[str] = (),
         group: object = None,
         on_step: OnStep | None = None,
+        opens_itself: bool = False,
     ) -> Iterator[Pass]:
         """Run a workload inside FlashInfer's ``autotune``; its look-ups are taken note of.
 
@@ -288,6 +297,8 @@ class Tuner:
             skip_ops: Ops that keep FlashInfer's default.
             group: FlashInfer's process group for timings meanwhile; ``KEEP_GROUP``: as it is.
             on_step: Called with an op, the profiles done, and the profiles known so far.
+            opens_itself: Whether the workload opens ``autotune(True)`` around the calls that are to
+                be tuned, and only around those.
         """
         options: dict[str, Any] = {}
         if skip_ops and self._skips_ops():
@@ -300,7 +311,7 @@ class Tuner:
             stack.enter_context(self._observe(seen, on_step))
             stack.enter_context(self._watch_profiling(seen))
             stack.enter_context(self._guard(tune, frozenset(skip_ops)))
-            stack.enter_context(self._api.autotune(tune, **options))
+            stack.enter_context(self._api.autotune(tune and not opens_itself, **options))
             yield seen
 
     def counts(self, seen: Pass) -> Counts:
@@ -386,6 +397,14 @@ class Tuner:
             raise TunerError("FlashInfer refused the table's environment", feature="load_configs")
         return before
 
+    def unload(self, names: Collection[str]) -> None:
+        """Forget loaded entries, by their file keys; what is in memory stays."""
+        with self._locked():
+            self._loaded.difference_update(names)
+            for held in ("_file_configs", "_file_config_policies", "_file_config_selections"):
+                for name in names:
+                    self._held(held).pop(name, None)
+
     def settle(self, seen: Pass) -> None:
         """Move loaded tactics that a pass looked up into the tuner's memory.
 
@@ -425,9 +444,12 @@ class Tuner:
         failed = self._failures() - seen.failures
         with self._locked():
             memory = self._held("profiling_cache")
+            default = self._form.value(0, DEFAULT_TACTIC)
+            # A merge may have brought what another rank found to work.
+            seen.given_up = {site for site in seen.given_up if memory.get(site[0]) == default}
             for site in seen.sites:
                 if failed.issuperset(site) and self._kind(site, seen) == "missing":
-                    memory.setdefault(site[0], self._form.value(0, -1))
+                    memory.setdefault(site[0], default)
                     seen.given_up.add(site)
 
     def _failures(self) -> frozenset[Any]:
@@ -532,18 +554,22 @@ class Tuner:
 
         def watch(original: Callable[..., Any]) -> Callable[..., Any]:
             def profile(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - FlashInfer's own
-                began = time.perf_counter()
+                if not seen.tuned or seen.tuned[-1].site != seen.here:
+                    seen.tuned.append(Tuned(seen.here, time.perf_counter()))
+                last = seen.tuned[-1]
                 try:
-                    return original(*args, **kwargs)
-                except (torch.cuda.OutOfMemoryError, MemoryError):
-                    seen.out_of_memory = True
+                    milliseconds = original(*args, **kwargs)
+                except Exception as error:
+                    # A kernel of FlashInfer's own says it in words only.
+                    said = "out of memory" in str(error).lower()
+                    if said or isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+                        seen.out_of_memory = True
                     raise
                 finally:
-                    last = seen.tuned[-1] if seen.tuned else None
-                    if last is not None and last.site == seen.here:
-                        last.ended, last.tactics = time.perf_counter(), last.tactics + 1
-                    else:
-                        seen.tuned.append(Tuned(seen.here, began, time.perf_counter()))
+                    last.ended, last.tactics = time.perf_counter(), last.tactics + 1
+                with contextlib.suppress(Exception):  # what is watched must not be disturbed
+                    last.times[_timed(*args, **kwargs)] = float(milliseconds)
+                return milliseconds
 
             return profile
 
@@ -680,6 +706,10 @@ def _indices(seen: Pass, *, every: bool) -> dict[Any, int]:
     return {key: min(found) for key, found in places.items() if not every or len(found) == 1}
 
 
+def _timed(runner: Any, _inputs: Any, tactic: Any, *_: Any, **__: Any) -> str:  # noqa: ANN401
+    return spelt(type(runner).__name__, tactic)
+
+
 @contextlib.contextmanager
 def _wrapped(
     tuner: Any,  # noqa: ANN401 - FlashInfer is untyped
@@ -772,8 +802,13 @@ class _WarningsOnce(logging.Filter):
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        new = record.levelno >= logging.WARNING and text not in self._said
+        if record.levelno < logging.WARNING:
+            return False
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 - whose message is malformed, its handler says
+            return True
+        new = text not in self._said
         self._said.add(text)
         return new
 

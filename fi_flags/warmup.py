@@ -152,8 +152,9 @@ def _traced(meeting: Meeting, plan: Plan, path: Path | None, log: BoundLogger) -
             try:
                 write_whole(path, render(timelines, {"ended": ended}))
                 log.info(logs.TRACED, path=str(path), ranks=len(timelines))
-            except OSError as error:
-                log.warning(logs.NOT_TRACED, path=str(path), why=str(error))
+            except Exception as error:  # noqa: BLE001 - a trace never stops a start
+                why = f"{type(error).__name__}: {error}"
+                log.warning(logs.NOT_TRACED, path=str(path), why=why)
 
 
 class VllmRunner(Protocol):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from fi_flags import bundle, logs
+from fi_flags import bundle, imports, logs
 from fi_flags.bundle import pack, unpack
 from fi_flags.cli import app
 from fi_flags.ranks import Ranks
@@ -550,3 +550,167 @@ def test_rank_10_comes_after_rank_9(tmp_path: Path) -> None:
     (shelved,) = tables(tmp_path / "tables")
     assert shelved.found.table is not None
     assert shelved.found.table.entries[key][1] == 2
+
+
+# -- what a hostile reviewer found ----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tuners")
+def test_imported_tables_come_back_if_the_workload_fails_without_them_too(tmp_path: Path) -> None:
+    rank_files(tmp_path / "theirs" / "model1")
+    rank_files(tmp_path / "theirs" / "model2", ops=("other",))
+    shown(tmp_path / "tables", "import", tmp_path / "theirs")
+    before = {path: path.read_bytes() for path in (tmp_path / "tables").rglob("*.json")}
+
+    def bug(_op: str) -> None:
+        raise ValueError("bug in the model")
+
+    with pytest.raises(AssertionError, match="WorkloadError"):
+        start(tmp_path, toy=lambda _: Toy(between=bug))
+    assert {p: p.read_bytes() for p in (tmp_path / "tables").rglob("*.json")} == before
+    assert not list(tmp_path.rglob("*.quarantined-*"))
+    assert {report.outcome for report in start(tmp_path)[0]} == {Outcome.WARM}
+
+
+@pytest.mark.usefixtures("tuners")
+def test_what_was_imported_and_not_asked_for_is_not_served(tmp_path: Path) -> None:
+    shown(tmp_path / "tables", "import", *rank_files(tmp_path / "theirs", ops=("gemm", "other")))
+
+    def work(ranks: Ranks) -> Any:
+        fresh_tuner()
+        settings = FlashInferSettings(persistent_cache="on", autotune_cache_dir=tmp_path / "tables")
+        warm_up(Toy(ops=("gemm",)), ranks=ranks, settings=settings)
+        return Toy(ops=("other",)).serving()
+
+    for served in Crowd(2).all(work) + Crowd(2).all(work):
+        assert {tactic for _, tactic in served.values()} == {-1}
+
+
+def test_one_of_our_own_tables_must_be_sound_to_be_imported(place: Path, tmp_path: Path) -> None:
+    path = min(place.rglob("*.json"))
+    path.write_bytes(
+        path.read_bytes().replace(b'"CudnnBf16GemmRunner",', b'"CudnnBf16GemmRunner",', 1)
+    )
+    document = json.loads(path.read_bytes())
+    key = next(key for key in document if key != "_metadata")
+    document[key][1] = 2
+    path.write_text(json.dumps(document))
+    done = shown(tmp_path / "tables", "import", path, code=3)
+    assert actions(done) == ["refused"]
+    assert "do not match their digest" in done["tables"][0]["why"]
+
+
+def test_a_full_disk_leaves_the_table_that_was_to_make_way(
+    place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = min(place.rglob("*.json"))
+    table = parse(path.read_bytes())
+    key = next(iter(table.entries))
+    path.write_bytes(Table({key: table.entries[key]}, table.stamps, {}).render())
+    before = path.read_bytes()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = shown(place, "import", packed, "--force", code=3)
+    assert actions(done) == ["refused", "there"]
+    assert "cannot be written: [Errno 28] No space left" in done["tables"][0]["why"]
+    assert path.read_bytes() == before
+    assert not list(place.rglob("*.quarantined-*"))
+
+
+def test_a_history_goes_with_the_table_that_was_replaced(place: Path, packed: Path) -> None:
+    path = min(place.rglob("*.json"))
+    table = parse(path.read_bytes())
+    key = next(iter(table.entries))
+    path.write_bytes(Table({key: table.entries[key]}, table.stamps, {}).render())
+    path.with_suffix(".shadow").write_text("[]")
+    shown(place, "import", packed, "--force")
+    assert not path.with_suffix(".shadow").exists()
+
+
+def with_table(packed: Path, change: Callable[[Table], Table]) -> Path:
+    """The bundle with its first table changed, and everything else made to fit."""
+
+    def rewrite(members: dict[str, bytes]) -> None:
+        name = min(name for name in members if name != "manifest.json")
+        members[name] = change(parse(members[name])).render()
+        checksum = hashlib.sha256(members[name]).hexdigest()
+        relist(members, lambda manifest: manifest["tables"][0].update(sha256=checksum))
+
+    return rezip(packed, rewrite)
+
+
+@pytest.mark.parametrize("gpu", [7, None, "", "*"])
+def test_a_bundled_table_without_a_place_is_refused(gpu: Any, packed: Path, tmp_path: Path) -> None:
+    bundle_ = with_table(packed, lambda t: Table(t.entries, {**t.stamps, "gpu": gpu}, t.about))
+    done = shown(tmp_path / "other", "import", bundle_, code=3)
+    assert actions(done) == ["refused", "taken"]
+    assert "no gpu" in done["tables"][0]["why"]
+
+
+def test_seconds_that_no_float_can_hold_stop_nothing(packed: Path, tmp_path: Path) -> None:
+    huge = {"cold_seconds": 10**400}
+    shown(tmp_path / "o", "import", with_table(packed, lambda t: Table(t.entries, t.stamps, huge)))
+    assert max(row["cold_seconds"] for row in shown(tmp_path / "o", "list")["tables"]) == 1e9
+
+
+def test_a_damaged_lzma_member_is_refused(packed: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    damaged = bytearray(packed.read_bytes())
+    for place_ in range(2000, 2400):
+        damaged[place_] ^= 0xFF
+    packed.write_bytes(bytes(damaged))
+    done = shown(tmp_path / "other", "import", packed, code=3)
+    assert "refused" in actions(done)
+
+
+def test_a_bundle_that_unpacks_to_too_much_is_refused(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "MAX_BUNDLE_BYTES", 10_000)
+    with pytest.raises(ValueError, match="it unpacks to more than 10000 bytes"):
+        unpack(packed.read_bytes())
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    done = shown(tmp_path / "tables", "import", "x" * 5000, code=3)
+    assert actions(done) == ["refused"]
+
+
+def test_rank_files_that_are_too_large_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "MAX_BYTES", 1000)
+    done = shown(tmp_path / "tables", "import", REAL[0], code=3)
+    assert "together they have" in done["tables"][0]["why"]
+    assert not (tmp_path / "tables").exists()
+
+
+def test_a_link_that_leads_out_of_the_cache_directory_is_not_followed(
+    packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "v1").symlink_to(tmp_path / "outside")
+    done = shown(tmp_path / "tables", "import", packed, REAL[0], code=3)
+    assert actions(done) == ["refused"] * 3
+    assert "leads out of the cache directory" in done["tables"][0]["why"]
+    assert not list((tmp_path / "outside").rglob("*.json"))
+
+
+def test_tables_of_one_place_do_not_hide_each_other_in_a_bundle(
+    place: Path, tmp_path: Path
+) -> None:
+    path = min(place.rglob("*.json"))
+    twin = tmp_path / "elsewhere" / path.relative_to(place)
+    twin.parent.mkdir(parents=True)
+    twin.write_bytes(path.read_bytes())
+    result = run(place, "export", tmp_path / "o.zip", path, twin)
+    assert (result.exit_code, "same place in a bundle" in result.stderr) == (3, True)
+    assert not (tmp_path / "o.zip").exists()

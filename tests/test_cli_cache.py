@@ -74,14 +74,28 @@ def test_a_person_sees_each_path_on_a_line_of_its_own(place: Path) -> None:
         assert "tuned in 170.2 s, written 2026-12-01" in line
 
 
-@pytest.mark.parametrize("command", ["list", "verify"])
-def test_a_directory_that_is_not_there_has_no_tables_and_is_not_made(
-    command: str, tmp_path: Path
-) -> None:
+def test_a_directory_that_is_not_there_has_no_tables_and_is_not_made(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    assert shown(nowhere, command)["tables"] == []
-    assert f"no tables under {nowhere}" in run(nowhere, command).stdout
+    assert shown(nowhere, "list")["tables"] == []
+    assert f"no tables under {nowhere}" in run(nowhere, "list").stdout
     assert not nowhere.exists()
+
+
+def test_a_check_of_a_directory_that_is_not_there_is_no_success(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    result = run(nowhere, "verify")
+    assert (result.exit_code, f"there is no directory {nowhere}" in result.stderr) == (3, True)
+    nowhere.mkdir()
+    assert shown(nowhere, "verify")["tables"] == []
+
+
+def test_where_nobody_can_be_asked_nothing_is_removed_and_that_is_said(place: Path) -> None:
+    before = files(place)
+    result = run(place, "prune", "--older-than", "0")
+    assert (result.exit_code, "give --yes" in result.stderr) == (2, True)
+    quiet = run(place, "prune", "--older-than", "0", "--json")
+    assert (quiet.exit_code, "nothing was removed: give --yes" in quiet.stderr) == (0, True)
+    assert files(place) == before
 
 
 def test_looking_changes_nothing(place: Path) -> None:

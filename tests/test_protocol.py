@@ -90,9 +90,16 @@ class ScriptedTuner(Tuner):
         skip_ops: Collection[str] = (),
         group: object = None,
         on_step: OnStep | None = None,
+        opens_itself: bool = False,
     ) -> Iterator[Pass]:
         this_thread.script.step("run")
-        with super().run(tune=tune, skip_ops=skip_ops, group=group, on_step=on_step) as seen:
+        with super().run(
+            tune=tune,
+            skip_ops=skip_ops,
+            group=group,
+            on_step=on_step,
+            opens_itself=opens_itself,
+        ) as seen:
             yield seen
             this_thread.script.step("leave")
 

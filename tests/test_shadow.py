@@ -22,9 +22,9 @@ from fi_flags.errors import WorkloadError
 from fi_flags.ranks import Ranks
 from fi_flags.report import Outcome, Report
 from fi_flags.settings import FlashInferSettings
-from fi_flags.shadow import Comparison, compare, history, history_path, remember, summary
+from fi_flags.shadow import Comparison, Timed, compare, history, history_path, remember, summary
 from fi_flags.store import Store
-from fi_flags.table import parse
+from fi_flags.table import parse, spelt
 from fi_flags.tuner import Tuner
 from fi_flags.warmup import warm_up
 from tests.toy import Crowd, Toy, fresh_tuner, own_tuners, this_thread
@@ -90,7 +90,7 @@ def test_what_is_tuned_as_before_agrees(world: int, tmp_path: Path) -> None:
     assert one.agreed
     assert summary(table(tmp_path)) == {
         "starts": 2, "agreed": 2, "compared": 2 * PROFILES * world, "equal": 2 * PROFILES * world,
-        "different": 0, "missing": 0, "last": history(table(tmp_path))[-1],
+        "different": 0, "slower": 0, "missing": 0, "last": history(table(tmp_path))[-1],
     }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_seconds_that_loading_would_have_saved_are_those_of_tuning(tmp_path: Pat
     start(tmp_path)
     one = found(start(tmp_path)[0])
     assert 0 <= one.saved_seconds < 5
-    timed = [(["a", "b"], 2.0), (["b"], 1.0), (["c"], 4.0)]
+    timed = [Timed(["a", "b"], 2.0, {}), Timed(["b"], 1.0, {}), Timed(["c"], 4.0, {})]
     assert compare({"a": ["A", 1]}, {"b": ["B", 1]}, timed).saved_seconds == 3.0
 
 
@@ -306,6 +306,27 @@ def test_every_key_is_equal_different_or_missing(
     assert compare(tuned, {}, []).missing == len(tuned)
 
 
+@pytest.mark.parametrize(
+    ("stored", "slower"),
+    [(["Beta", 0], 0), (["Alpha", 2], 0), (["Alpha", [3, []]], 1), (["Beta", 9], 1)],
+)
+def test_another_tactic_that_is_as_fast_is_different_and_no_disagreement(
+    stored: list[Any], slower: int
+) -> None:
+    names = [f"('op', '{runner}', (1,), ())" for runner in ("Alpha", "Beta")]
+    times = {spelt("Alpha", 1): 1.0, spelt("Alpha", 2): 1.04, spelt("Beta", 0): 1.0}
+    times[spelt("Alpha", (3, ()))] = 1.06
+    there = names[stored[0] == "Beta"]
+    found = compare({names[0]: ["Alpha", 1]}, {there: stored}, [Timed(names, 1.0, times)])
+    assert (found.different, found.slower, found.agreed) == (1, slower, not slower)
+
+
+def test_a_start_whose_tactics_are_as_fast_as_the_stored_ones_agrees(tmp_path: Path) -> None:
+    start(tmp_path)
+    best["all"] = 2  # tactic 1 then takes 1 ms longer than the best, which takes none
+    assert found(start(tmp_path)[0]).slower == 2 * PROFILES
+
+
 def test_another_runner_for_the_same_call_is_different() -> None:
     tuned = {"('op', 'Alpha', (1,), ())": ["Alpha", 1]}
     stored = {"('op', 'Beta', (1,), ())": ["Beta", 1]}
@@ -352,8 +373,9 @@ def test_show_says_how_often_it_agreed(tmp_path: Path) -> None:
     for _ in range(3):
         start(tmp_path)
     shown = CliRunner().invoke(app, ["cache", "show", str(table(tmp_path))], env={"COLUMNS": "200"})
-    assert "agreed in 2 of 2 starts; 24 of 24 keys were equal, 0 different, 0 missing" in (
-        shown.stdout
+    assert (
+        "agreed in 2 of 2 starts; 24 of 24 keys were equal, 0 different, "
+        "0 of them slower, 0 missing" in (shown.stdout)
     )
     done = CliRunner().invoke(app, ["cache", "show", str(table(tmp_path)), "--json"])
     assert json.loads(done.stdout)["table"]["shadow"]["agreed"] == 2
@@ -375,6 +397,6 @@ def test_a_report_in_shadow_says_what_was_found(tmp_path: Path) -> None:
     document = reports[0].to_json()
     assert document["shadow"]["agreed"] is False
     assert set(document["shadow"]) == {
-        "compared", "equal", "different", "missing", "saved_seconds", "agreed",
+        "compared", "equal", "different", "slower", "missing", "saved_seconds", "agreed",
     }  # fmt: skip
     assert "shadow" not in start(tmp_path, persistent_cache="on")[0][0].to_json()

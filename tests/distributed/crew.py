@@ -83,6 +83,7 @@ class Crew:
     each: Callable[[int], dict[str, Any]] = lambda _rank: {}
     limit: float = LIMIT_S
     stages: int = 1
+    grace: float = 0.5
 
     def start(
         self,
@@ -116,6 +117,7 @@ class Crew:
                         fault=fault,
                         ops=ops(rank),
                         hosts_store=rank_0_hosts and rank == 0,
+                        grace=self.grace,
                         stages=self.stages,
                     ),
                 ),

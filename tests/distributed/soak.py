@@ -76,6 +76,7 @@ class Soak:
             QUICK,
             each=lambda rank: ODDITIES[odd] if rank == odd_rank else {},
             limit=LIMIT_S,
+            grace=4.0,  # a rank whose connection broke speaks first; who died is known soon after
         ).start(
             flag,
             fault=fault,

@@ -73,3 +73,36 @@ def test_f36_a_call_whose_every_tactic_fails_is_recorded_and_not_tried_again(sce
     broken = {tactic for (op, _), (_, tactic) in warm.served[0].items() if op == "moe/broken"}
     assert broken == {-1}, "FlashInfer's default"
     assert not warm.warned
+
+
+def test_f36_a_rank_for_which_a_tactic_works_answers_for_one_for_which_none_did(
+    scene: Scene, costs: Costs
+) -> None:
+    def fails_on(rank: int) -> None:
+        def cost(here: int, name: str, tactic: Any) -> float:
+            if here == rank:
+                raise RuntimeError("cudaErrorLaunchFailure")
+            return len(name) + float(tactic)
+
+        costs.by = cost
+
+    fails_on(0)
+    first = scene.start()
+    assert {tactic for _, tactic in first.served[0].values()} == {0}, "rank 1's"
+    assert first.serve_alike()
+    before = scene.table().entries
+    fails_on(0)
+    scene.start(autotune_cache_access="wo", world=1)
+    assert scene.table().entries == before, "what works is not given up for what failed once"
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory", "cudaMalloc failed: out of memory"])
+def test_f36_memory_that_ran_out_says_nothing_of_a_tactic_whoever_says_it(
+    text: str, scene: Scene, costs: Costs
+) -> None:
+    def cost(_rank: int, _name: str, _tactic: Any) -> float:
+        raise RuntimeError(text)
+
+    costs.by = cost
+    scene.start()
+    assert not scene.paths()

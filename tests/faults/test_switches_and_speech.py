@@ -14,6 +14,7 @@ from fi_flags.errors import SettingsError
 from fi_flags.report import Outcome
 from fi_flags.settings import FlashInferSettings, settings_or_off
 from fi_flags.testing import in_memory
+from fi_flags.tuner import _WarningsOnce
 from fi_flags.values import Mode
 from fi_flags.warmup import warm_up
 from tests.faults.scene import PROFILES, Scene
@@ -155,3 +156,17 @@ def test_f32_a_warm_start_runs_the_workload_once(scene: Scene) -> None:
         found = scene.start(toy)
         assert found.outcome is outcome
         assert sorted(runs) == [0, 1]
+
+
+def test_f31_a_malformed_message_stops_no_start_and_a_warning_is_not_lost(
+    scene: Scene, theirs: list[str]
+) -> None:
+    def speak() -> None:
+        autotuner.logger.info("it is broken")
+        autotuner.logger.warning("it is broken")
+
+    assert not scene.start(lambda _rank: Toy(after=speak)).errors
+    assert "it is broken" in theirs
+
+    malformed = logging.LogRecord("x", logging.WARNING, "", 0, "took %d ms", ("fast",), None)
+    assert _WarningsOnce().filter(malformed)
