@@ -10,6 +10,7 @@ import difflib
 import io
 import ipaddress
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -314,7 +315,20 @@ def _read_dotenv(path: Path | None) -> Mapping[str, str | None]:
             source="dotenv",
             accepted="a readable file",
         ) from None
-    return dotenv_values(stream=io.StringIO(text), interpolate=False)
+    values = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    for number, line in enumerate(text.splitlines(), 1):
+        # python-dotenv leaves out what it cannot parse; a line of ours must not be lost like that.
+        named = re.match(rf"\s*(?:export\s+)?({PREFIX}\w*)", line)
+        if named and named[1] not in values:
+            raise SettingsError(
+                f"{path}, line {number}: {line.strip()!r} cannot be parsed",
+                hint=f"write {named[1]}=value",
+                name=named[1],
+                value=line.strip(),
+                source="dotenv",
+                accepted="NAME=value, the value in quotes if it has blanks",
+            )
+    return values
 
 
 def _find_toml(

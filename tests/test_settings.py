@@ -446,6 +446,16 @@ def test_dotenv_is_taken_as_written_and_foreign_lines_are_left_alone(surrounding
     assert "'${HOME}/tables' (dotenv)" in str(refusal(lambda: FlashInferSettings.load(environ={})))
 
 
+@pytest.mark.parametrize("line", [f"{FLAG} on", f'{FLAG}="on', f"export {FLAG}: on"])
+def test_a_line_of_ours_that_a_dotenv_cannot_hold_is_refused(line: str, surroundings: Path) -> None:
+    (surroundings / ".env").write_text(f"OTHER things\n{line}\n")
+    error = refusal(lambda: FlashInferSettings.load(environ={}))
+    for part in (".env, line 2", line, f"write {FLAG}=value"):
+        assert part in str(error)
+    (surroundings / ".env").write_text(f"OTHER things\n{FLAG}\n")  # set to nothing: not set
+    assert FlashInferSettings.load(environ={}).persistent_cache is Mode.OFF
+
+
 def test_unreadable_dotenv_is_refused(surroundings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (surroundings / ".env").write_text("A=1")
 
